@@ -1,0 +1,2 @@
+from coexec.options import options
+from coexec.tape import GradientTape

@@ -1,0 +1,94 @@
+#include "location.h"
+
+#include <pybind11/stl.h>
+
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace coexec {
+namespace {
+
+using Site = std::pair<PyCodeObject*, int>;  // a code object and the instruction that is executing in it
+using Chain = std::vector<Site>;
+
+struct ChainHash {
+  size_t operator()(const Chain& chain) const {
+    size_t h = chain.size();
+    for (const auto& [code, instruction] : chain) {
+      h = (h ^ reinterpret_cast<size_t>(code) ^ static_cast<size_t>(instruction)) * 0x9E3779B97F4A7C15ull;
+    }
+    return h;
+  }
+};
+
+// Interned chains keep their code objects alive, so a pointer names one code object for good.
+struct Table {
+  std::unordered_map<Chain, int64_t, ChainHash> ids;
+  std::vector<const Chain*> chains;
+  Chain scratch;
+};
+
+Table& table() {
+  static Table* instance = new Table();  // never destroyed: it outlives the interpreter
+  return *instance;
+}
+
+PyFrameObject* owned(PyFrameObject* frame) {
+  Py_XINCREF(reinterpret_cast<PyObject*>(frame));
+  return frame;
+}
+
+int instruction_of(PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+  return PyFrame_GetLasti(frame);
+#else
+  return frame->f_lasti * 2;  // counted in code units before 3.11
+#endif
+}
+
+// `skip` frames are left out at the inner end; the chain ends with the frame `outermost`.
+int64_t locate(int skip, const py::object& outermost) {
+  Table& t = table();
+  t.scratch.clear();
+  PyFrameObject* frame = owned(PyEval_GetFrame());
+  while (frame) {
+    if (skip > 0) {
+      --skip;
+    } else {
+      PyCodeObject* code = PyFrame_GetCode(frame);
+      t.scratch.emplace_back(code, instruction_of(frame));
+      Py_DECREF(reinterpret_cast<PyObject*>(code));
+    }
+    bool last = reinterpret_cast<PyObject*>(frame) == outermost.ptr();
+    PyFrameObject* back = last ? nullptr : PyFrame_GetBack(frame);
+    Py_DECREF(reinterpret_cast<PyObject*>(frame));
+    frame = back;
+  }
+  auto found = t.ids.find(t.scratch);
+  if (found != t.ids.end()) return found->second;
+  for (const auto& site : t.scratch) Py_INCREF(reinterpret_cast<PyObject*>(site.first));
+  auto id = static_cast<int64_t>(t.chains.size());
+  auto inserted = t.ids.emplace(t.scratch, id).first;
+  t.chains.push_back(&inserted->first);
+  return id;
+}
+
+std::vector<std::pair<py::object, int>> sites(int64_t id) {
+  std::vector<std::pair<py::object, int>> out;
+  for (const auto& [code, instruction] : *table().chains.at(id)) {
+    out.emplace_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(code)), instruction);
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_location(py::module_& m) {
+  m.def("locate", &locate);
+  m.def("sites", &sites);
+}
+
+}  // namespace coexec

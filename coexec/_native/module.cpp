@@ -1,0 +1,67 @@
+// Python bindings, and the operators through which a compiled block feeds and fetches.
+#include "location.h"
+#include "runner.h"
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/extension.h>
+
+namespace py = pybind11;
+using coexec::Runner;
+
+namespace {
+
+// A compiled block orders its communication by passing a token from each operation to the next.
+std::tuple<at::Tensor, at::Tensor> feed(
+    const at::Tensor& token, c10::SymIntArrayRef, c10::SymIntArrayRef, at::ScalarType dtype, at::Device) {
+  Runner* runner = Runner::current();
+  TORCH_CHECK(runner, "coexec::feed runs only inside of a GraphRunner");
+  c10::IValue message = runner->receive();
+  at::Tensor value = message.isTensor() ? message.toTensor() : at::scalar_tensor(message.toScalar(), dtype);
+  return {token.clone(), value.clone()};
+}
+
+at::Tensor fetch(const at::Tensor& token, const at::Tensor& value, int64_t slot) {
+  Runner* runner = Runner::current();
+  TORCH_CHECK(runner, "coexec::fetch runs only inside of a GraphRunner");
+  runner->publish(slot, value.clone());
+  return token.clone();
+}
+
+c10::IValue to_message(const py::object& value) {
+  if (THPVariable_Check(value.ptr())) return THPVariable_Unpack(value.ptr());
+  if (PyFloat_Check(value.ptr())) return PyFloat_AS_DOUBLE(value.ptr());
+  return value.cast<int64_t>();
+}
+
+}  // namespace
+
+TORCH_LIBRARY(coexec, m) {
+  m.def("feed(Tensor token, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device) -> (Tensor, Tensor)");
+  m.def("fetch(Tensor token, Tensor value, int slot) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(coexec, CompositeExplicitAutograd, m) {
+  m.impl("feed", feed);
+  m.impl("fetch", fetch);
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using Library = torch::inductor::AOTIModelPackageLoader;
+  py::class_<Library, std::shared_ptr<Library>>(m, "Library").def(py::init([](const std::string& path) {
+    return std::make_shared<Library>(path);
+  }));
+  py::class_<coexec::Program, std::shared_ptr<coexec::Program>>(m, "Program").def(py::init(&coexec::make_program));
+  py::class_<Runner>(m, "Runner")
+      .def(py::init<>())
+      .def("begin", &Runner::begin)
+      .def("send", [](Runner& r, const py::object& value) { r.send(to_message(value)); })
+      .def("fetch", [](Runner& r, int64_t slot) { return torch::jit::toPyObject(r.fetch(slot)); })
+      .def("commit", &Runner::commit)
+      .def("wait", &Runner::wait)
+      .def("cancel", &Runner::cancel)
+      .def("committing", &Runner::committing)
+      .def("finish", &Runner::finish)
+      .def("times", &Runner::times)
+      .def("value", [](Runner& r, int64_t reg) { return torch::jit::toPyObject(r.value(reg)); });
+  coexec::bind_location(m);
+}

@@ -1,0 +1,126 @@
+#include "program.h"
+
+#include <ATen/ScalarOps.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+namespace py = pybind11;
+
+namespace coexec {
+
+namespace {
+
+// A Python number in a tensor's place doesn't take part in type promotion as a tensor would.
+at::Tensor wrapped_number(const at::Scalar& number) {
+  at::Tensor tensor = c10::scalar_to_tensor(number);
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
+}
+
+bool is_tensor_type(const c10::TypePtr& type) {
+  if (auto optional = type->cast<c10::OptionalType>()) return is_tensor_type(optional->getElementType());
+  return type->kind() == c10::TypeKind::TensorType;
+}
+
+}  // namespace
+
+c10::IValue Argument::resolve(const std::vector<c10::IValue>& registers) const {
+  switch (kind) {
+    case Kind::Constant:
+      return constant;
+    case Kind::Register: {
+      const c10::IValue& value = registers[reg];
+      return wants_tensor && value.isScalar() ? wrapped_number(value.toScalar()) : value;
+    }
+    case Kind::List: {
+      if (element->kind() == c10::TypeKind::TensorType) {
+        c10::List<at::Tensor> out;
+        out.reserve(elements.size());
+        for (const auto& e : elements) out.push_back(e.resolve(registers).toTensor());
+        return out;
+      }
+      c10::impl::GenericList out(element);
+      out.reserve(elements.size());
+      for (const auto& e : elements) out.push_back(e.resolve(registers));
+      return out;
+    }
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+namespace {
+
+// Templates mark registers with ("r", index) and lists that hold registers with ("l", [...]);
+// everything else arrives as ("c", value).
+Argument parse_argument(const py::handle& encoded, const c10::TypePtr& type) {
+  auto pair = encoded.cast<py::tuple>();
+  auto tag = pair[0].cast<std::string>();
+  Argument out;
+  if (tag == "r") {
+    out.kind = Argument::Kind::Register;
+    out.reg = pair[1].cast<int64_t>();
+    out.wants_tensor = is_tensor_type(type);
+  } else if (tag == "l") {
+    c10::TypePtr list_type = type;
+    if (auto optional = type->cast<c10::OptionalType>()) list_type = optional->getElementType();
+    out.kind = Argument::Kind::List;
+    out.element = list_type->expectRef<c10::ListType>().getElementType();
+    for (const auto& e : pair[1].cast<py::list>()) out.elements.push_back(parse_argument(e, out.element));
+  } else if (is_tensor_type(type) && py::isinstance<py::bool_>(pair[1])) {
+    out.constant = wrapped_number(pair[1].cast<bool>());
+  } else if (is_tensor_type(type) && py::isinstance<py::int_>(pair[1])) {
+    out.constant = wrapped_number(pair[1].cast<int64_t>());
+  } else if (is_tensor_type(type) && py::isinstance<py::float_>(pair[1])) {
+    out.constant = wrapped_number(pair[1].cast<double>());
+  } else {
+    out.constant = torch::jit::toIValue(pair[1], type);
+  }
+  return out;
+}
+
+Instruction parse_instruction(const py::dict& d) {
+  static const std::unordered_map<std::string, Opcode> opcodes = {
+      {"Call", Opcode::Call},     {"Feed", Opcode::Feed},         {"Fetch", Opcode::Fetch},
+      {"Move", Opcode::Move},     {"Switch", Opcode::Switch},     {"Jump", Opcode::Jump},
+      {"Commit", Opcode::Commit}, {"Compiled", Opcode::Compiled}};
+  Instruction out;
+  out.opcode = opcodes.at(d["opcode"].cast<std::string>());
+  out.when = static_cast<When>(d["when"].cast<int>());
+  out.outs = d["outs"].cast<std::vector<int64_t>>();
+  out.ins = d["ins"].cast<std::vector<int64_t>>();
+  out.slot = d["slot"].cast<int64_t>();
+  out.copy = d["copy"].cast<bool>();
+  out.targets = d["targets"].cast<std::vector<int64_t>>();
+  out.release = d["release"].cast<std::vector<int64_t>>();
+  out.where = d["where"].cast<std::string>();
+  if (out.opcode == Opcode::Call) {
+    out.op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        d["name"].cast<std::string>().c_str(), d["overload"].cast<std::string>().c_str());
+    const auto& schema_arguments = out.op->schema().arguments();
+    auto encoded = d["arguments"].cast<py::list>();
+    TORCH_CHECK(encoded.size() == schema_arguments.size(), "argument count of ", out.op->schema().name());
+    for (size_t i = 0; i < encoded.size(); ++i) {
+      out.arguments.push_back(parse_argument(encoded[i], schema_arguments[i].type()));
+    }
+  } else if (out.opcode == Opcode::Compiled) {
+    out.library = d["library"].cast<std::shared_ptr<torch::inductor::AOTIModelPackageLoader>>();
+  }
+  return out;
+}
+
+}  // namespace
+
+std::shared_ptr<Program> make_program(
+    int64_t register_count,
+    std::vector<int64_t> captured,
+    int64_t fetch_slots,
+    const py::list& instructions) {
+  auto program = std::make_shared<Program>();
+  program->register_count = register_count;
+  program->fetch_slots = fetch_slots;
+  program->captured = std::move(captured);
+  program->instructions.reserve(instructions.size());
+  for (const auto& d : instructions) program->instructions.push_back(parse_instruction(d.cast<py::dict>()));
+  return program;
+}
+
+}  // namespace coexec

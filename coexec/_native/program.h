@@ -1,0 +1,64 @@
+// The flat program that a GraphRunner executes, and its translation from Python.
+//
+// In:  a list of instruction tuples made by coexec.runners.native.encode.
+// Out: a Program, immutable once built, that any number of iterations run.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace coexec {
+
+// One argument of an operation: a constant, a register, or a list of such.
+struct Argument {
+  enum class Kind { Constant, Register, List } kind = Kind::Constant;
+  c10::IValue constant;
+  int64_t reg = -1;
+  bool wants_tensor = false;       // Register only: a number becomes a tensor, as in eager calls
+  c10::TypePtr element;            // List only
+  std::vector<Argument> elements;  // List only
+
+  c10::IValue resolve(const std::vector<c10::IValue>& registers) const;
+};
+
+enum class Opcode { Call, Feed, Fetch, Move, Switch, Jump, Compiled, Commit };
+
+// When a call runs: at once, or after the iteration has been validated (in two rounds).
+enum class When { Now, Commit, CommitLast };
+
+struct Instruction {
+  Opcode opcode;
+  When when = When::Now;                 // Call
+  std::optional<c10::OperatorHandle> op; // Call
+  std::vector<Argument> arguments;       // Call
+  std::vector<int64_t> outs;             // Call, Feed, Move, Compiled: registers, -1 = dropped
+  std::vector<int64_t> ins;              // Fetch, Move, Compiled
+  int64_t slot = 0;                      // Fetch
+  bool copy = false;                     // Fetch: the memory is written later on
+  std::vector<int64_t> targets;          // Switch, Jump: instruction indices
+  std::shared_ptr<torch::inductor::AOTIModelPackageLoader> library;  // Compiled
+  std::vector<int64_t> release;          // registers that nobody reads afterwards
+  std::string where;                     // the user's line, for error messages
+};
+
+struct Program {
+  int64_t register_count = 0;
+  int64_t fetch_slots = 0;
+  std::vector<int64_t> captured;  // registers bound when an iteration begins
+  std::vector<Instruction> instructions;
+};
+
+std::shared_ptr<Program> make_program(
+    int64_t register_count,
+    std::vector<int64_t> captured,
+    int64_t fetch_slots,
+    const pybind11::list& instructions);
+
+}  // namespace coexec

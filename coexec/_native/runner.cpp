@@ -1,0 +1,328 @@
+#include "runner.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+
+#if defined(__SSE__) || defined(_M_X64)
+#include <xmmintrin.h>
+#define COEXEC_GET_FLOAT_CONTROL() _mm_getcsr()
+#define COEXEC_SET_FLOAT_CONTROL(x) _mm_setcsr(x)
+#else
+#define COEXEC_GET_FLOAT_CONTROL() 0u
+#define COEXEC_SET_FLOAT_CONTROL(x) (void)(x)
+#endif
+
+namespace py = pybind11;
+using Clock = std::chrono::steady_clock;
+
+namespace coexec {
+
+namespace {
+
+double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
+
+// Status flags differ from moment to moment; only modes are state.
+constexpr unsigned int kFloatModes = 0xffc0u;
+
+const c10::DispatchKeySet kAutograd = c10::autograd_dispatch_keyset;
+const c10::DispatchKeySet kAutogradAndViews =
+    c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+
+void append_tensors(const c10::IValue& value, std::vector<c10::IValue>& out) {
+  if (value.isTensorList()) {
+    for (const at::Tensor& t : value.toTensorList()) out.emplace_back(t);
+  } else {
+    out.push_back(value);
+  }
+}
+
+}  // namespace
+
+Runner*& Runner::current() {
+  static thread_local Runner* runner = nullptr;
+  return runner;
+}
+
+Runner::Runner() : thread_([this] { loop(); }) {}
+
+Runner::~Runner() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = cancelled_ = true;
+  }
+  to_graph_.notify_all();
+  py::gil_scoped_release release;
+  thread_.join();
+}
+
+void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> captured, bool start) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(state_ == State::Idle, "an iteration is still running on this GraphRunner");
+  program_ = std::move(program);
+  registers_.assign(program_->register_count, c10::IValue());
+  TORCH_CHECK(captured.size() == program_->captured.size(), "captured tensors do not fit the program");
+  for (size_t i = 0; i < captured.size(); ++i) registers_[program_->captured[i]] = std::move(captured[i]);
+  published_.assign(program_->fetch_slots, std::nullopt);
+  cancelled_ = committed_ = committing_ = false;
+  error_ = nullptr;
+  deferred_.clear();
+  thread_state_ = {at::get_num_threads(), COEXEC_GET_FLOAT_CONTROL() & kFloatModes};
+  state_ = State::Ready;
+  if (start) {
+    state_ = State::Running;
+    to_graph_.notify_one();
+  }
+}
+
+void Runner::start() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (state_ == State::Ready) {
+    state_ = State::Running;
+    to_graph_.notify_one();
+  }
+}
+
+void Runner::send(c10::IValue message) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  messages_.push_back(std::move(message));
+  to_graph_.notify_one();
+}
+
+template <typename Condition>
+void Runner::wait_python(std::unique_lock<std::mutex>& lock, Condition condition) {
+  if (condition()) return;
+  lock.unlock();
+  {
+    py::gil_scoped_release release;
+    while (true) {
+      lock.lock();
+      bool ready = to_python_.wait_for(lock, std::chrono::milliseconds(50), condition);
+      lock.unlock();
+      if (ready) break;
+      py::gil_scoped_acquire acquire;
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+  }
+  lock.lock();
+}
+
+c10::IValue Runner::fetch(int64_t slot) {
+  start();
+  std::unique_lock<std::mutex> lock(mutex_);
+  wait_python(lock, [&] { return published_.at(slot).has_value() || state_ == State::Done; });
+  if (!published_[slot]) {
+    if (error_) std::rethrow_exception(error_);
+    TORCH_CHECK(false, "the GraphRunner ended without publishing the value");
+  }
+  return *published_[slot];
+}
+
+void Runner::commit() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    committed_ = true;
+  }
+  to_graph_.notify_one();
+  start();
+}
+
+void Runner::wait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  wait_python(lock, [this] { return state_ == State::Done; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Runner::cancel() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  cancelled_ = true;
+  to_graph_.notify_one();
+  if (state_ == State::Ready) state_ = State::Done;
+  if (state_ != State::Running) return;
+  lock.unlock();
+  {
+    py::gil_scoped_release release;
+    lock.lock();
+    to_python_.wait(lock, [this] { return state_ != State::Running; });
+    lock.unlock();
+  }
+}
+
+bool Runner::committing() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return committing_;
+}
+
+void Runner::finish() {
+  std::vector<c10::IValue> registers, kept;
+  std::deque<c10::IValue> messages;
+  std::vector<std::optional<c10::IValue>> published;
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(state_ != State::Running, "the GraphRunner is still running");
+  registers.swap(registers_);
+  kept.swap(kept_);
+  messages.swap(messages_);
+  published.swap(published_);
+  error_ = nullptr;
+  state_ = State::Idle;
+}
+
+c10::IValue Runner::receive() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (messages_.empty() && !cancelled_) {
+    auto t = Clock::now();
+    to_graph_.wait(lock, [this] { return cancelled_ || !messages_.empty(); });
+    stall_s_ += seconds_since(t);
+  }
+  if (cancelled_) throw Cancelled{};
+  kept_.push_back(std::move(messages_.front()));
+  messages_.pop_front();
+  return kept_.back();
+}
+
+void Runner::publish(int64_t slot, c10::IValue value) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (cancelled_) throw Cancelled{};
+  published_.at(slot) = std::move(value);
+  to_python_.notify_all();
+}
+
+void Runner::loop() {
+  current() = this;
+  at::init_num_threads();
+  while (true) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      to_graph_.wait(lock, [this] { return stop_ || state_ == State::Running; });
+      if (stop_) return;
+    }
+    at::set_num_threads(thread_state_.num_threads);
+    COEXEC_SET_FLOAT_CONTROL((COEXEC_GET_FLOAT_CONTROL() & ~kFloatModes) | thread_state_.float_control);
+    auto t = Clock::now();
+    double stalled = stall_s_;
+    std::exception_ptr error;
+    try {
+      at::AutoGradMode no_grad(false);
+      execute();
+    } catch (const Cancelled&) {
+    } catch (...) {
+      error = std::current_exception();
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    busy_s_ += seconds_since(t) - (stall_s_ - stalled);
+    error_ = error;
+    state_ = State::Done;
+    to_python_.notify_all();
+  }
+}
+
+void Runner::execute() {
+  size_t pc = 0;
+  const auto& code = program_->instructions;
+  while (pc < code.size()) {
+    const Instruction& instruction = code[pc];
+    size_t next = pc + 1;
+    switch (instruction.opcode) {
+      case Opcode::Call:
+        if (instruction.when != When::Now) {
+          deferred_.push_back(&instruction);
+        } else {
+          c10::impl::ExcludeDispatchKeyGuard guard(kAutogradAndViews);
+          call(instruction);
+        }
+        break;
+      case Opcode::Feed:
+        registers_[instruction.outs[0]] = receive();
+        break;
+      case Opcode::Fetch: {
+        const c10::IValue& value = registers_[instruction.ins[0]];
+        if (instruction.copy && value.isTensor()) {
+          c10::impl::ExcludeDispatchKeyGuard guard(kAutogradAndViews);
+          publish(instruction.slot, value.toTensor().clone());
+        } else {
+          publish(instruction.slot, value);
+        }
+        break;
+      }
+      case Opcode::Move:
+        for (size_t i = 0; i < instruction.ins.size(); ++i) {
+          registers_[instruction.outs[i]] = registers_[instruction.ins[i]];
+        }
+        break;
+      case Opcode::Switch:
+        next = instruction.targets.at(receive().toInt());
+        break;
+      case Opcode::Jump:
+        next = instruction.targets[0];
+        break;
+      case Opcode::Compiled: {
+        c10::impl::ExcludeDispatchKeyGuard guard(kAutogradAndViews);
+        compiled(instruction);
+        break;
+      }
+      case Opcode::Commit: {
+        {
+          std::unique_lock<std::mutex> lock(mutex_);
+          auto t = Clock::now();
+          to_graph_.wait(lock, [this] { return cancelled_ || committed_; });
+          stall_s_ += seconds_since(t);
+          if (cancelled_) throw Cancelled{};
+          committing_ = true;
+        }
+        // In-place writes to tensors of the user have to raise their version counters.
+        c10::impl::ExcludeDispatchKeyGuard guard(kAutograd);
+        for (When round : {When::Commit, When::CommitLast}) {
+          for (const Instruction* deferred : deferred_) {
+            if (deferred->when == round) call(*deferred);
+          }
+        }
+        break;
+      }
+    }
+    for (int64_t reg : instruction.release) registers_[reg] = c10::IValue();
+    pc = next;
+    if (cancelled_) throw Cancelled{};
+  }
+}
+
+void Runner::call(const Instruction& instruction) {
+  if (instruction.when == When::CommitLast && registers_[instruction.arguments[0].reg].isNone()) {
+    return;  // the tensor was not bound on this path
+  }
+  std::vector<c10::IValue> stack;
+  stack.reserve(instruction.arguments.size());
+  for (const Argument& argument : instruction.arguments) stack.push_back(argument.resolve(registers_));
+  try {
+    instruction.op->callBoxed(stack);
+  } catch (const Cancelled&) {
+    throw;
+  } catch (const std::exception& e) {
+    throw std::runtime_error(
+        instruction.op->schema().name() + " failed in the GraphRunner (from " + instruction.where + "): " + e.what());
+  }
+  if (instruction.outs.empty()) return;
+  std::vector<c10::IValue> results;
+  for (const auto& value : stack) append_tensors(value, results);
+  TORCH_CHECK(results.size() == instruction.outs.size(), instruction.op->schema().name(), " (from ", instruction.where,
+              ") returned ", results.size(), " values where ", instruction.outs.size(), " were recorded");
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (instruction.outs[i] >= 0) registers_[instruction.outs[i]] = std::move(results[i]);
+  }
+}
+
+void Runner::compiled(const Instruction& instruction) {
+  std::vector<at::Tensor> inputs;
+  inputs.reserve(instruction.ins.size());
+  for (int64_t reg : instruction.ins) inputs.push_back(registers_[reg].toTensor());
+  std::vector<at::Tensor> outputs = instruction.library->run(inputs);
+  TORCH_CHECK(outputs.size() == instruction.outs.size(), "a compiled block returned ", outputs.size(),
+              " values where ", instruction.outs.size(), " were expected");
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (instruction.outs[i] >= 0) registers_[instruction.outs[i]] = std::move(outputs[i]);
+  }
+}
+
+}  // namespace coexec

@@ -1,0 +1,73 @@
+// The GraphRunner: a thread that executes a Program without ever asking for the GIL.
+//
+// The PythonRunner talks to it through two channels: messages (fed tensors and numbers, the
+// case or alternative that was taken) go in, in program order; fetched values come out by slot, since
+// Python may look at a value or not.
+#pragma once
+
+#include "program.h"
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+namespace coexec {
+
+// Values that the thread needs to compute as the thread that began the iteration would.
+struct ThreadState {
+  int num_threads = 1;
+  unsigned int float_control = 0;  // the rounding and denormal bits of the SSE control register
+};
+
+struct Cancelled {};
+
+class Runner {
+ public:
+  Runner();
+  ~Runner();
+
+  void begin(std::shared_ptr<Program> program, std::vector<at::Tensor> captured, bool start);
+  void start();
+  void send(c10::IValue message);
+  c10::IValue fetch(int64_t slot);  // a published value; GIL released while it waits
+  void commit();           // the iteration is valid: let deferred instructions run
+  void wait();             // until the program has ended; rethrows what failed in it
+  void cancel();           // stops the program and waits until the thread is idle
+  void finish();           // drops all values of the iteration (call with the GIL held)
+  c10::IValue value(int64_t reg) const { return registers_.at(reg); }
+  bool committing() const;  // whether deferred calls have begun to run
+  std::vector<double> times() const { return {busy_s_, stall_s_}; }
+
+  c10::IValue receive();                // GraphRunner side: the next message
+  void publish(int64_t slot, c10::IValue value);  // GraphRunner side
+  static Runner*& current();            // the runner whose thread this is
+
+ private:
+  enum class State { Idle, Ready, Running, Done };
+
+  void loop();
+  void execute();
+  void call(const Instruction& instruction);
+  void compiled(const Instruction& instruction);
+  template <typename Condition>
+  void wait_python(std::unique_lock<std::mutex>& lock, Condition condition);
+
+  mutable std::mutex mutex_;
+  std::condition_variable to_graph_, to_python_;
+  State state_ = State::Idle;
+  bool stop_ = false, cancelled_ = false, committed_ = false, committing_ = false;
+  std::deque<c10::IValue> messages_;
+  std::vector<std::optional<c10::IValue>> published_;
+  std::vector<c10::IValue> kept_;  // messages already read: Python drops them, not this thread
+  std::exception_ptr error_;
+  std::string error_where_;
+  ThreadState thread_state_;
+  std::shared_ptr<Program> program_;
+  std::vector<c10::IValue> registers_;
+  std::vector<const Instruction*> deferred_;
+  double busy_s_ = 0, stall_s_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace coexec

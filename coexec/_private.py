@@ -1,0 +1,86 @@
+"""The private parts of PyTorch that coexec uses, each behind a name of its own.
+
+`tests/coexec/test_private.py` states what each is expected to do, so that a new PyTorch release
+that changes one fails there first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import graph as _graph
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+#: Files whose frames PyTorch puts between an operation and a dispatch mode.
+MODE_WRAPPER_FILES = tuple(
+    os.path.join(TORCH_DIRECTORY, *parts)
+    for parts in (("_compile.py",), ("_dynamo", ""), ("utils", "_python_dispatch.py"))
+)
+
+#: While entered, subclasses' `__torch_function__` is not called.
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+#: The frame below which everything that runs is autograd's engine.
+ENGINE_CODE = _graph._engine_run_backward.__code__
+
+
+def make_wrapper(cls: type[torch.Tensor], meta: Any) -> torch.Tensor:
+    """A tensor of class `cls` with the metadata of `meta` and no memory."""
+    make: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
+    return make(
+        cls,
+        meta.shape,
+        strides=meta.stride,
+        storage_offset=meta.offset,
+        dtype=meta.dtype,
+        device=meta.device,
+        requires_grad=meta.requires_grad,
+    )
+
+
+def become(placeholder: torch.Tensor, real: torch.Tensor) -> None:
+    """Turns the object `placeholder` into the tensor `real`, and `real` into what it was.
+
+    Whoever holds the object holds the real tensor afterwards: class, data, autograd history.
+    """
+    with DisableTorchFunction():
+        placeholder.__class__ = real.__class__
+        torch._C._swap_tensor_impl(placeholder, real)
+
+
+def name_node(function: type[torch.autograd.Function], name: str) -> None:
+    """Gives the autograd nodes that `function` makes another name."""
+    function._backward_cls.__name__ = name  # type: ignore[attr-defined]  # set by the metaclass
+
+
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """A weak reference to the tensor's memory; its `cdata` names the memory while it is held."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def transform_depth(own_modes: int) -> tuple[int, bool]:
+    """Dispatch modes and functorch levels that are active, and whether saved tensors are packed."""
+    depth: int = torch._C._len_torch_dispatch_stack() - own_modes
+    level: int = torch._C._functorch.maybe_current_level() or 0
+    packing = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return depth * 1000 + level, packing
+
+
+def foreign_modes() -> list[str]:
+    """Names of the function and dispatch modes that the user has entered."""
+    modes = [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]
+    return [type(m).__name__ for m in (*modes, *_get_current_dispatch_mode_stack())]
+
+
+def default_device() -> str:
+    """The device of `torch.set_default_device` or `with torch.device(...)`."""
+    contexts = [m for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext)]
+    return str([str(m.device) for m in contexts])

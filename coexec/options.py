@@ -1,0 +1,65 @@
+"""Options: how programs are run, for all tapes (`coexec.options`) or one (keyword arguments).
+
+In:  keyword arguments of `GradientTape`, over the defaults in `options`.
+Out: a frozen `Options`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from coexec.errors import OptionError
+
+Executor = Literal["aten", "inductor"]
+Mode = Literal["coexec", "lazy", "eager"]
+
+
+@dataclass
+class Options:
+    """Defaults of every tape.
+
+    Attributes:
+        executor: what runs the symbolic graph. `aten` runs the operations one by one with eager's
+            kernels: results are bit-for-bit equal. `inductor` compiles each block: results are
+            equal within floating-point reassociation.
+        mode: `coexec` runs both runners at once; `lazy` starts the GraphRunner only when Python
+            looks at a value or the block ends; `eager` leaves the program alone.
+        synchronous: whether leaving the block waits until the GraphRunner is done.
+        check: whether the verifiers run after every step that makes a structure.
+        max_traces: traces of one program after which it runs eagerly (at least 2).
+    """
+
+    executor: Executor = "aten"
+    mode: Mode = "coexec"
+    synchronous: bool = True
+    check: bool = False
+    max_traces: int = 64
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _ALLOWED:
+            raise OptionError(f"no option {name!r}; the options are {', '.join(_ALLOWED)}")
+        allowed = _ALLOWED[name]
+        if isinstance(allowed, tuple):
+            if value not in allowed:
+                raise OptionError(f"{name}={value!r}; it can be {' or '.join(map(repr, allowed))}")
+        elif not isinstance(value, allowed) or (allowed is int and (isinstance(value, bool) or value < 2)):
+            raise OptionError(f"{name}={value!r}; it has to be {'an int above 1' if allowed is int else 'a bool'}")
+        object.__setattr__(self, name, value)
+
+    def replaced(self, **changes: Any) -> Options:
+        """A copy with some options changed; None leaves an option as it is."""
+        return dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+
+_ALLOWED: dict[str, Any] = {
+    "executor": get_args(Executor),
+    "mode": get_args(Mode),
+    "synchronous": bool,
+    "check": bool,
+    "max_traces": int,
+}
+
+#: The defaults of all tapes; assign to its attributes to change them.
+options = Options()

@@ -1,0 +1,200 @@
+"""What is known of one program (one place of a `with GradientTape()`), and how it moves on.
+
+In:  the trace of each traced iteration, the outcome of each co-executed one.
+Out: the phase of the next iteration, and what it needs.
+
+Phases: TRACING collects traces until one is covered by the TraceGraph; COEXECUTION runs the two
+runners; EAGER leaves the program alone, for a reason that `explain` shows.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from coexec.executors import compile_program
+from coexec.options import Options
+from coexec.reasons import Cause, cause
+from coexec.runners.graph_runner import GraphRunner, make_graph_runner
+from coexec.runners.skeleton import Skeleton, make_skeleton
+from coexec.tracegraph.graph import Captured, TraceGraph
+from coexec.tracegraph.live import live
+from coexec.tracegraph.merge import merge
+from coexec.tracegraph.symbolic import SharedShadow, lower
+from coexec.tracegraph.trace import Trace
+from coexec.tracegraph.verify import verify_graph, verify_program, verify_trace
+from coexec.tracer.identities import Identities
+
+log = logging.getLogger(__name__)
+
+#: Iterations in a row that cannot be traced before the program is left alone.
+STRIKES = 3
+#: Fallbacks among the latest `WINDOW` co-executed iterations before the program is left alone.
+MAX_FALLBACKS, WINDOW = 20, 40
+
+
+class Phase(enum.Enum):
+    """What the next iteration of a program will do."""
+
+    TRACING = "tracing"
+    COEXECUTION = "co-execution"
+    EAGER = "eager"
+
+
+@dataclass
+class ProgramState:
+    """The life of one program."""
+
+    key: str
+    options: Options
+    phase: Phase = Phase.TRACING
+    identities: Identities = field(default_factory=Identities)
+    traces: list[Trace] = field(default_factory=list)
+    graph: TraceGraph | None = None
+    skeleton: Skeleton | None = None
+    steps: Counter[str] = field(default_factory=Counter)
+    collected: int = 0
+    causes: list[tuple[int, Cause]] = field(default_factory=list)
+    eager_cause: Cause | None = None
+    strikes: int = 0
+    recent: list[bool] = field(default_factory=list)
+    compile_s: list[float] = field(default_factory=list)
+    graph_ms: list[float] = field(default_factory=list)
+    graph_stall_ms: list[float] = field(default_factory=list)
+    python_ms: list[float] = field(default_factory=list)
+    python_stall_ms: list[float] = field(default_factory=list)
+    running: bool = False
+    _graph_runner: GraphRunner | None = None
+
+    @property
+    def iteration(self) -> int:
+        """How many iterations have been run, in any phase."""
+        return sum(self.steps.values())
+
+    @property
+    def fallbacks(self) -> int:
+        """How many co-executed iterations became eager ones."""
+        return self.steps["fallback"]
+
+    @property
+    def graph_runner(self) -> GraphRunner:
+        """The GraphRunner of this program; its thread starts with the first use."""
+        if self._graph_runner is None:
+            self._graph_runner = make_graph_runner()
+        return self._graph_runner
+
+    # --- transitions ---
+
+    def traced(self, trace: Trace | None, why: Cause | None) -> None:
+        """Takes in an iteration of the tracing phase (or one that fell back)."""
+        if trace is None:
+            self._untraceable(why)
+            return
+        self.strikes = 0
+        self.collected += 1
+        if self.options.check:
+            verify_trace(trace)
+        before = self.graph
+        merged = merge([*self.traces, trace])
+        if self.options.check:
+            verify_graph(merged)
+        covered = before is not None and _shape(before) == _shape(merged)
+        self.traces.append(trace)
+        self.graph = merged
+        if covered:
+            self._enter_coexecution()
+        elif len(self.traces) >= self.options.max_traces:
+            self.give_up(cause("CX0116", f"{len(self.traces)} traces", self.key))
+
+    def fell_back(self, why: Cause, trace: Trace | None, why_untraceable: Cause | None) -> None:
+        """Takes in a co-executed iteration that became an eager one."""
+        self.note(why)
+        self.recent = [*self.recent[1 - WINDOW :], True]
+        if sum(self.recent) > MAX_FALLBACKS:
+            self.give_up(cause("CX0117", f"{sum(self.recent)} of {len(self.recent)} iterations", why.where))
+            return
+        if trace is None:
+            if why_untraceable is not None and why_untraceable.reason.id != "CX0002":
+                self._untraceable(why_untraceable)
+            return
+        self.phase = Phase.TRACING
+        self.traced(trace, None)
+        if self.phase is Phase.TRACING and sum(self.recent[-3:]) < 3:
+            self._enter_coexecution()
+
+    def coexecuted(self) -> None:
+        """Takes in a co-executed iteration that was committed."""
+        self.recent = [*self.recent[1 - WINDOW :], False]
+
+    def captured_tensors(self) -> list[torch.Tensor | None] | None:
+        """The captured tensors of the next iteration; None if one of them is gone."""
+        assert self.skeleton is not None
+        tensors = [self.identities.tensor(uid) for uid in self.skeleton.graph.captured]
+        if any(tensors[i] is None for i in self.skeleton.program.captured):
+            return None
+        return tensors
+
+    def lost_capture(self) -> None:
+        """A captured tensor is gone: programs that replace it are traced again."""
+        self.note(cause("CX0004", "a tensor that every trace used no longer exists", self.key))
+        self.phase = Phase.TRACING
+        self.traces, self.graph, self.skeleton = [], None, None
+
+    def note(self, why: Cause) -> None:
+        """Remembers a cause for `explain`."""
+        log.info("%s: iteration %d: %s", self.key, self.iteration, why)
+        if len(self.causes) < 1000:
+            self.causes.append((self.iteration, why))
+
+    def give_up(self, why: Cause) -> None:
+        """Leaves the program to eager execution from now on."""
+        self.note(why)
+        log.warning("coexec leaves %s to eager execution: %s. %s", self.key, why, why.reason.hint)
+        self.eager_cause = why
+        self.phase = Phase.EAGER
+        self.traces, self.skeleton = [], None
+
+    def _untraceable(self, why: Cause | None) -> None:
+        if why is None:
+            return
+        if why.reason.id == "CX0002":
+            self.note(why)
+            return
+        self.strikes += 1
+        if self.strikes >= STRIKES:
+            self.give_up(why)
+        else:
+            self.note(why)
+
+    def _enter_coexecution(self) -> None:
+        assert self.graph is not None
+        began = time.perf_counter()
+        graph = live(self.graph)
+        try:
+            program = lower(graph)
+        except SharedShadow:
+            self.give_up(cause("CX0115", "see the traces", self.key))
+            return
+        if self.options.check:
+            verify_program(graph, program)
+        program = compile_program(program, self._captured_examples(graph), self.options.executor)
+        self.skeleton = make_skeleton(graph, program)
+        self.compile_s.append(time.perf_counter() - began)
+        self.phase = Phase.COEXECUTION
+
+    def _captured_examples(self, graph: TraceGraph) -> dict[Captured, torch.Tensor]:
+        tensors = {Captured(i): self.identities.tensor(uid) for i, uid in enumerate(graph.captured)}
+        return {c: t for c, t in tensors.items() if t is not None}
+
+
+def _shape(graph: TraceGraph) -> object:
+    """What has to stay the same for a trace to count as covered."""
+    nodes = tuple(
+        (n.name, n.numbers, len(n.alternatives), tuple(o.kept for o in n.outputs)) for n in graph.nodes
+    )
+    return nodes, dict(graph.edges)

@@ -1,0 +1,44 @@
+"""The registry of programs: which state belongs to a tape.
+
+In:  the frame in which the tape was entered, the user's key, the options that shape a program.
+Out: the `ProgramState`, the same for every iteration of the program.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import CodeType, FrameType
+
+from coexec._private import default_device
+from coexec.options import Options
+from coexec.program_state import ProgramState
+
+_states: dict[tuple[object, ...], ProgramState] = {}
+_lock = threading.Lock()
+
+
+def state_of(frame: FrameType, key: object, options: Options) -> ProgramState:
+    """The state of the program that a tape in `frame` belongs to, new at first sight."""
+    identity = (frame.f_code, frame.f_lasti, key, options.executor, default_device())
+    with _lock:
+        if identity not in _states:
+            _states[identity] = ProgramState(_name(frame.f_code, frame.f_lineno, key), options)
+        return _states[identity]
+
+
+def all_states() -> list[ProgramState]:
+    """The states of all programs, in the order in which they were first run."""
+    with _lock:
+        return list(_states.values())
+
+
+def reset() -> None:
+    """Forgets all programs; the next iteration of each starts in the tracing phase."""
+    with _lock:
+        _states.clear()
+
+
+def _name(code: CodeType, line: int, key: object) -> str:
+    place = f"{os.path.basename(code.co_filename)}:{line}"
+    return place if key is None else f"{place} [{key}]"

@@ -1,0 +1,69 @@
+"""Fallback: an iteration that left the TraceGraph becomes an eager one.
+
+In:  a PythonRunner in the middle of an iteration, nothing of which has been committed.
+Out: the iteration as eager execution would have made it so far, recorded as a trace.
+
+The matched events are run again, eagerly and in order. Each new tensor takes the place of the
+placeholder that Python already holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from coexec.runners.placeholder import realize
+from coexec.runners.python_runner import EventRecord, GradRecord, PythonRunner, Token
+from coexec.tracegraph import calls
+from coexec.tracegraph.ambient import restored
+from coexec.tracegraph.trace import Kind, Produced
+
+
+def replay(runner: PythonRunner, event: Any) -> None:
+    """Cancels the graph's iteration and runs its matched events through `event`.
+
+    Args:
+        runner: the PythonRunner that gives up; none of its function modes may be active.
+        event: like `Recorder.event`.
+    """
+    runner.graph_runner.cancel()
+    runner.graph_runner.finish()
+    runner.restore_random_state()
+    it = runner.iteration
+    objects = {binding: symbol.tensor for binding, symbol in it.placeholders.items()}
+    it.symbols.clear()
+    it.placeholders.clear()
+    for record in it.records:
+        if isinstance(record, GradRecord):
+            _tensor(record.leaf, objects).grad = None if record.value is None else _tensor(record.value, objects)
+        else:
+            _run(record, objects, event)
+    it.records.clear()
+
+
+def _run(record: EventRecord, objects: dict[Produced, torch.Tensor], event: Any) -> None:
+    node = record.node
+    explicit = len(record.tokens) - len(node.implicit_metas)
+    tensors = [_tensor(t, objects) for t in record.tokens[:explicit]]
+    args, kwargs = calls.unflatten(record.key, tensors, record.numbers)
+
+    def adopt(returned: Any) -> Any:
+        if node.kind is Kind.FETCH:
+            return returned
+        outputs = [objects[Produced(node.id, number)] for number in range(len(node.outputs))]
+        for number, tensor in calls.new_tensors(node.result, returned):
+            realize(outputs[number], tensor)
+        for grad in node.grads:
+            leaf = _tensor(record.tokens[grad.leaf], objects)
+            if leaf.grad is not None:
+                realize(outputs[grad.output], leaf.grad)
+        return calls.build(node.result, outputs, tensors)
+
+    with restored(record.ambient):
+        event(node.function, args, kwargs, record.location, adopt)
+
+
+def _tensor(token: Token, objects: dict[Produced, torch.Tensor]) -> torch.Tensor:
+    assert token is not None
+    return objects[token] if isinstance(token, Produced) else token

@@ -1,0 +1,59 @@
+"""The GraphRunner: executes the program of an iteration beside Python.
+
+`GraphRunner` is the interface that `interpreter.InterpretedRunner` (the reference) and
+`native.NativeRunner` implement; `make_graph_runner` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from coexec._native import core
+from coexec.runners.interpreter import InterpretedRunner
+from coexec.tracegraph.program import Program
+
+
+class GraphRunner(Protocol):
+    """One iteration at a time: begin, then sends and fetches, then commit and wait, or cancel; finish."""
+
+    def begin(self, program: Program, captured: Sequence[torch.Tensor], start: bool) -> None:
+        """Starts an iteration; without `start`, only the first fetch or the commit does."""
+
+    def send(self, message: Any) -> None:
+        """Feeds a tensor or number, or tells which case was taken."""
+
+    def fetch(self, slot: int) -> Any:
+        """Waits for the value of a fetch slot."""
+
+    def commit(self) -> None:
+        """Lets the calls run that were put off until the iteration is valid."""
+
+    def wait(self) -> None:
+        """Waits for the end and raises what failed."""
+
+    def cancel(self) -> None:
+        """Gives the iteration up; returns when nothing of it runs any more."""
+
+    def committing(self) -> bool:
+        """Whether calls that were put off to the commit have begun to run."""
+
+    def finish(self) -> None:
+        """Drops all values."""
+
+    def value(self, register: int) -> Any:
+        """The value of a kept register after the end."""
+
+    def times(self) -> Sequence[float]:
+        """Seconds computed and waited, over all iterations."""
+
+
+def make_graph_runner() -> GraphRunner:
+    """The native GraphRunner, or the interpreted one where it was not built."""
+    if core is None:
+        return InterpretedRunner()
+    from coexec.runners.native import NativeRunner
+
+    return NativeRunner()

@@ -1,0 +1,235 @@
+"""The GraphRunner in Python: the same instructions as the native one, on an ordinary thread.
+
+It is the reference that the native GraphRunner is tested against, and stands in for it where no C++
+compiler was found. It needs the GIL for every instruction, so it overlaps with Python badly.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coexec.tracegraph.program import (
+    Call,
+    Commit,
+    Compiled,
+    Feed,
+    Fetch,
+    Jump,
+    Move,
+    Program,
+    Reg,
+    Switch,
+    When,
+)
+from coexec.tracer.location import describe
+
+
+class Cancelled(Exception):
+    """The iteration was given up."""
+
+
+class InterpretedRunner:
+    """A GraphRunner whose thread interprets instructions; see `coexec.runners.graph_runner`."""
+
+    def __init__(self) -> None:
+        self._start = threading.Event()
+        self._done = threading.Event()
+        self._condition = threading.Condition()
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._busy_s = self._stall_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    def begin(self, program: Program, captured: Sequence[torch.Tensor], start: bool) -> None:
+        """Starts an iteration; `captured` are the tensors of `program.captured`, in its order."""
+        self._program = program
+        self._values: list[Any] = [None] * program.registers
+        for register, tensor in zip(program.captured.values(), captured, strict=True):
+            self._values[register] = tensor
+        self._published: dict[int, Any] = {}
+        self._messages = queue.SimpleQueue()
+        self._cancelled = self._committed = self._committing = False
+        self._error: BaseException | None = None
+        self._start.clear()
+        self._done.clear()
+        self._num_threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="coexec-graph-runner", daemon=True)
+        self._thread.start()
+        if start:
+            self._start.set()
+
+    def send(self, message: Any) -> None:
+        """Feeds a tensor or number, or tells which case was taken."""
+        self._messages.put(message)
+
+    def fetch(self, slot: int) -> Any:
+        """The value of a fetch slot, once it is there."""
+        self._start.set()
+        with self._condition:
+            while slot not in self._published and not self._done.is_set():
+                self._condition.wait(0.05)
+            if slot not in self._published:
+                raise self._error or RuntimeError("the GraphRunner ended without publishing the value")
+            return self._published[slot]
+
+    def commit(self) -> None:
+        """Lets the calls run that were put off until the iteration is valid."""
+        with self._condition:
+            self._committed = True
+            self._condition.notify_all()
+        self._start.set()
+
+    def wait(self) -> None:
+        """Waits until the program has ended; raises what failed in it."""
+        while not self._done.wait(0.05):
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """Gives the iteration up and waits until nothing of it runs any more."""
+        with self._condition:
+            self._cancelled = True
+            self._condition.notify_all()
+        self._messages.put(None)
+        self._start.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def committing(self) -> bool:
+        """Whether calls that were put off to the commit have begun to run."""
+        return self._committing
+
+    def finish(self) -> None:
+        """Drops all values of the iteration."""
+        if self._thread is not None:
+            self._thread.join()
+        self._values = []
+        self._published = {}
+
+    def value(self, register: int) -> Any:
+        """The value of a kept register after the end."""
+        return self._values[register]
+
+    def times(self) -> tuple[float, float]:
+        """Seconds that the thread has computed and waited, over all iterations."""
+        return self._busy_s, self._stall_s
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        self._start.wait()
+        torch.set_num_threads(self._num_threads)
+        began, stalled = time.perf_counter(), self._stall_s
+        try:
+            with torch.no_grad():
+                self._execute()
+        except Cancelled:
+            pass
+        except BaseException as e:
+            self._error = e
+        self._busy_s += time.perf_counter() - began - (self._stall_s - stalled)
+        with self._condition:
+            self._done.set()
+            self._condition.notify_all()
+
+    def _receive(self) -> Any:
+        began = time.perf_counter()
+        message = self._messages.get()
+        self._stall_s += time.perf_counter() - began
+        if self._cancelled:
+            raise Cancelled
+        return message
+
+    def _execute(self) -> None:
+        instructions = self._program.instructions
+        values = self._values
+        deferred: list[Call] = []
+        position = 0
+        while position < len(instructions):
+            instruction = instructions[position]
+            position += 1
+            match instruction:
+                case Call(when=When.NOW):
+                    self._call(instruction)
+                case Call():
+                    deferred.append(instruction)
+                case Feed():
+                    values[instruction.out] = self._receive()
+                case Fetch():
+                    value = values[instruction.source]
+                    self._publish(instruction.slot, value.clone() if instruction.copy else value)
+                case Move():
+                    for out, source in zip(instruction.outs, instruction.sources, strict=True):
+                        values[out] = values[source]
+                case Switch():
+                    position = instruction.targets[self._receive()]
+                case Jump():
+                    position = instruction.target
+                case Compiled():
+                    raise RuntimeError("compiled blocks need the native GraphRunner")
+                case Commit():
+                    self._wait_for_commit()
+                    self._committing = True
+                    for call in sorted(deferred, key=lambda c: c.when):
+                        self._call(call)
+            for register in instruction.release:
+                values[register] = None
+            if self._cancelled:
+                raise Cancelled
+
+    def _publish(self, slot: int, value: Any) -> None:
+        with self._condition:
+            self._published[slot] = value
+            self._condition.notify_all()
+
+    def _wait_for_commit(self) -> None:
+        began = time.perf_counter()
+        with self._condition:
+            while not (self._committed or self._cancelled):
+                self._condition.wait()
+        self._stall_s += time.perf_counter() - began
+        if self._cancelled:
+            raise Cancelled
+
+    def _call(self, call: Call) -> None:
+        if call.when is When.COMMIT_LAST and self._values[call.args[0].index] is None:
+            return  # the tensor was not bound on this path
+        try:
+            returned = call.target(*(self._resolve(a) for a in call.args[: _positional(call)]), **self._keywords(call))
+        except Exception as e:
+            raise RuntimeError(
+                f"{call.target} failed in the GraphRunner (from {describe(call.location)}): {e}"
+            ) from e
+        if not any(o is not None for o in call.outs):
+            return
+        for out, value in zip(call.outs, _flat(returned), strict=True):
+            if out is not None:
+                self._values[out] = value
+
+    def _keywords(self, call: Call) -> dict[str, Any]:
+        arguments = call.target._schema.arguments
+        first = _positional(call)
+        return {a.name: self._resolve(v) for a, v in zip(arguments[first:], call.args[first:], strict=True)}
+
+    def _resolve(self, argument: Any) -> Any:
+        if isinstance(argument, Reg):
+            return self._values[argument.index]
+        if isinstance(argument, tuple):
+            return [self._resolve(a) for a in argument]
+        return argument
+
+
+def _positional(call: Call) -> int:
+    return sum(not a.kwarg_only for a in call.target._schema.arguments)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [w for v in value for w in _flat(v)]
+    return [value]

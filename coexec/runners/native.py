@@ -1,0 +1,134 @@
+"""The native GraphRunner behind the interface of the interpreted one.
+
+In:  a `Program`, encoded for C++ once.
+Out: a runner whose thread never asks for the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coexec._native import core
+from coexec.tracegraph.program import (
+    Call,
+    Commit,
+    Compiled,
+    Feed,
+    Fetch,
+    Instruction,
+    Jump,
+    Move,
+    Program,
+    Reg,
+    Switch,
+)
+from coexec.tracer.location import describe
+
+
+class NativeRunner:
+    """Runs programs on a C++ thread; see `coexec.runners.graph_runner`."""
+
+    def __init__(self) -> None:
+        self._runner = core.Runner()
+        self.send = self._runner.send
+        self.fetch = self._runner.fetch
+        self.commit = self._runner.commit
+        self.wait = self._runner.wait
+        self.cancel = self._runner.cancel
+        self.committing = self._runner.committing
+        self.finish = self._runner.finish
+        self.value = self._runner.value
+        self.times = self._runner.times
+
+    def begin(self, program: Program, captured: Sequence[torch.Tensor], start: bool) -> None:
+        """Starts an iteration; `captured` are the tensors of `program.captured`, in its order."""
+        self._runner.begin(encoded(program), list(captured), start)
+
+
+_cache: dict[int, tuple[Program, Any]] = {}
+
+
+def encoded(program: Program) -> Any:
+    """The program in C++; made once for each program object."""
+    entry = _cache.get(id(program))
+    if entry is None or entry[0] is not program:
+        native = core.Program(
+            program.registers,
+            list(program.captured.values()),
+            program.fetch_slots,
+            [_encode(i) for i in program.instructions],
+        )
+        entry = _cache[id(program)] = (program, native)
+    return entry[1]
+
+
+def forget(program: Program) -> None:
+    """Drops the encoded form of a program that will not run again."""
+    _cache.pop(id(program), None)
+
+
+def _encode(instruction: Instruction) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "opcode": type(instruction).__name__,
+        "when": 0,
+        "outs": [],
+        "ins": [],
+        "targets": [],
+        "release": list(instruction.release),
+        "where": "",
+        "slot": 0,
+        "copy": False,
+    }
+    match instruction:
+        case Call():
+            name, _, overload = instruction.target._schema.name, None, instruction.target._overloadname
+            out |= {
+                "name": name,
+                "overload": "" if overload == "default" else overload,
+                "arguments": [_encode_argument(a) for a in instruction.args],
+                "outs": _or_minus_one(instruction.outs),
+                "when": int(instruction.when),
+                "where": describe(instruction.location),
+            }
+        case Feed():
+            out["outs"] = [instruction.out]
+        case Fetch():
+            out |= {"ins": [instruction.source], "slot": instruction.slot, "copy": instruction.copy}
+        case Move():
+            out |= {"outs": list(instruction.outs), "ins": list(instruction.sources)}
+        case Switch():
+            out["targets"] = list(instruction.targets)
+        case Jump():
+            out["targets"] = [instruction.target]
+        case Compiled():
+            out |= {
+                "library": instruction.library,
+                "ins": list(instruction.sources),
+                "outs": _or_minus_one(instruction.outs),
+            }
+        case Commit():
+            pass
+    return out
+
+
+def _or_minus_one(outs: Sequence[int | None]) -> list[int]:
+    return [-1 if o is None else o for o in outs]
+
+
+def _encode_argument(argument: Any) -> tuple[str, Any]:
+    if isinstance(argument, Reg):
+        return ("r", argument.index)
+    if isinstance(argument, tuple):
+        if _holds_register(argument):
+            return ("l", [_encode_argument(a) for a in argument])
+        return ("c", list(argument))
+    return ("c", argument)
+
+
+def _holds_register(argument: Any) -> bool:
+    if isinstance(argument, tuple):
+        return any(_holds_register(a) for a in argument)
+    return isinstance(argument, Reg)

@@ -1,0 +1,122 @@
+"""Placeholders: what Python holds in place of tensors that the GraphRunner computes.
+
+A placeholder is a plain `torch.Tensor` with metadata and without memory. Inside of the block the
+PythonRunner's function mode answers for it. Operations that reach C++ code on another way are caught
+by `Guard`, so none can read memory that isn't there. When the iteration ends, each placeholder that
+the program still holds becomes the real tensor: the same object, another implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coexec._private import become, make_wrapper, name_node
+from coexec.tracegraph.trace import Produced, TensorMeta
+
+
+@dataclass(slots=True)
+class Symbol:
+    """A placeholder and what it stands for; in-place calls may change that."""
+
+    tensor: torch.Tensor
+    binding: Produced
+    meta: TensorMeta
+    history: str | None
+
+
+class _Hollow(torch.Tensor):
+    """The class that placeholders are made with; they are of class `torch.Tensor` afterwards."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{function} needs a value that coexec has not computed yet (a tensor of a running tape was "
+            "used on another thread); read it there after the block"
+        )
+
+
+def make_placeholder(meta: TensorMeta) -> torch.Tensor:
+    """A new placeholder."""
+    placeholder = make_wrapper(_Hollow, meta)
+    placeholder.__class__ = torch.Tensor
+    return placeholder
+
+
+def realize(placeholder: torch.Tensor, real: torch.Tensor) -> None:
+    """Makes the object a real tensor, for everyone who holds it."""
+    become(placeholder, real)
+
+
+class Guard(TorchDispatchMode):
+    """Sees operations that no function mode saw, and calls `give_up` before they touch a placeholder."""
+
+    def __init__(self, is_placeholder: Callable[[torch.Tensor], bool], give_up: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._is_placeholder = is_placeholder
+        self._give_up = give_up
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(self._is_placeholder(t) for t in _tensors((args, kwargs))):
+            self._give_up(function)
+        return function(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from _tensors(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _tensors(v)
+
+
+def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch.Tensor:
+    """A tensor on the memory of `value` that looks to Python as eager's would.
+
+    Its autograd history, if it had one, has been used up by a backward pass inside of the block:
+    the name is right, and another backward pass through it is the error that it is in eager.
+    """
+    alias = value.new_empty(0)
+    with torch.no_grad():
+        alias.set_(value)
+    if not meta.requires_grad:
+        return alias
+    if meta.is_leaf:
+        return alias.requires_grad_()
+    with torch.enable_grad():
+        return _used_history(history or "UnknownBackward").apply(_ANCHOR, [alias])  # type: ignore[no-any-return]
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+_functions: dict[str, Any] = {}
+
+
+def _used_history(name: str) -> Any:
+    if name not in _functions:
+        _functions[name] = type("UsedHistory", (_UsedHistory,), {})
+        name_node(_functions[name], name)
+    return _functions[name]
+
+
+class _UsedHistory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, holder: list[torch.Tensor]) -> torch.Tensor:
+        return holder[0]  # not an argument itself: its output would be a view of it
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (the saved tensors were freed by the "
+            "backward pass inside of the tape's block). Specify retain_graph=True for that one."
+        )

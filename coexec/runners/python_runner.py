@@ -1,0 +1,460 @@
+"""The PythonRunner: runs the program as a skeleton, and every torch call is answered, not computed.
+
+In:  every torch call that Python makes inside of the block.
+Out: placeholders; messages to the GraphRunner; in the end a committed iteration, or a fallback
+     after which the iteration is what it would have been in eager mode.
+
+Each event is matched with a child of the node before it: function, location, attributes, metadata
+and bindings of its tensors. Nothing outside of the iteration changes before the last event has been
+matched, so giving up needs no undo: see `fallback`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from coexec.runners import random_state
+from coexec.runners.graph_runner import GraphRunner
+from coexec.runners.placeholder import Guard, Symbol, dressed, make_placeholder, realize
+from coexec.runners.skeleton import Skeleton, numbers_fit
+from coexec.tracegraph import calls, functions
+from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.graph import END, START, Captured, Fed, Node, NodeBinding
+from coexec.tracegraph.numbers import TRANSFORMS
+from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
+from coexec.tracer.location import locate
+
+Token = Produced | torch.Tensor | None  # a placeholder by its binding, or a tensor from outside
+
+
+class Mismatch(Exception):
+    """The running iteration left the TraceGraph; carries reason id and detail."""
+
+    def __init__(self, id_: str, detail: str) -> None:
+        super().__init__(detail)
+        self.id = id_
+        self.detail = detail
+
+
+@dataclass(slots=True)
+class EventRecord:
+    """A matched event, with what is needed to run it again eagerly."""
+
+    node: Node
+    key: Hashable
+    ambient: Hashable
+    tokens: list[Token]
+    numbers: list[Number]
+    location: int
+
+
+@dataclass(slots=True)
+class GradRecord:
+    """An assignment to a `.grad`."""
+
+    leaf: Token
+    value: Token
+
+
+@dataclass(slots=True)
+class Iteration:
+    """What the PythonRunner knows of the iteration that is running."""
+
+    at: int = START
+    path: list[int] = field(default_factory=list)
+    records: list[EventRecord | GradRecord] = field(default_factory=list)
+    symbols: dict[int, Symbol] = field(default_factory=dict)  # by id of the placeholder
+    placeholders: dict[Produced, Symbol] = field(default_factory=dict)
+    captured: list[torch.Tensor | None] = field(default_factory=list)
+    externals: dict[int, Captured | Fed] = field(default_factory=dict)  # by id of the object
+    fed: dict[Fed, torch.Tensor] = field(default_factory=dict)
+    grads: dict[int, tuple[Token, Token]] = field(default_factory=dict)  # by id of the leaf
+    location: int = -1
+
+
+class PythonRunner(TorchFunctionMode):
+    """Runs one iteration as a skeleton. Enter it for the time of the block.
+
+    `on_mismatch` is called with a `Mismatch` when the iteration leaves the graph. It has to make the
+    iteration what eager execution would have made it, and returns how torch calls are answered from
+    then on.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        graph_runner: GraphRunner,
+        captured: list[torch.Tensor | None],
+        outermost: FrameType,
+        on_mismatch: Callable[[PythonRunner, Mismatch], Callable[..., Any]],
+        lazy: bool,
+    ) -> None:
+        super().__init__()
+        self.skeleton = skeleton
+        self.graph_runner = graph_runner
+        self.iteration = Iteration(captured=captured)
+        self.stall_s = 0.0
+        self._outermost = outermost
+        self._on_mismatch = on_mismatch
+        self._eager: Callable[..., Any] | None = None
+        self.entered = False
+        for index, tensor in enumerate(captured):
+            if tensor is not None:
+                self.iteration.externals[id(tensor)] = Captured(index)
+        self.restore_random_state = random_state.save(skeleton.program)
+        bound = [captured[i] for i in skeleton.program.captured]
+        self.graph_runner.begin(skeleton.program, bound, not lazy)  # type: ignore[arg-type]  # checked before
+
+    # --- torch calls ------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._eager is not None:
+            return self._eager(function, args, kwargs, locate(1, self._outermost))
+        if function in functions.PASSIVE:
+            return self._passive(function, args, kwargs)
+        if function == functions.GET_GRAD:
+            return self._get_grad(args[0])
+        if function in functions.AMBIENT or getattr(function, "__module__", None) == "torch._ops.profiler":
+            return function(*args, **kwargs)
+        location = locate(1, self._outermost)
+        self.iteration.location = location
+        try:
+            return self._answer(function, args, kwargs, location)
+        except Mismatch as mismatch:
+            self.fall_back(mismatch)
+        assert self._eager is not None
+        return self._eager(function, args, kwargs, location)
+
+    def fall_back(self, mismatch: Mismatch) -> None:
+        """Makes the iteration eager; placeholders are real tensors when this returns."""
+        self._eager = self._on_mismatch(self, mismatch)
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the iteration has become an eager one."""
+        return self._eager is not None
+
+    def __enter__(self) -> PythonRunner:
+        super().__enter__()
+        self._guard = Guard(lambda t: id(t) in self.iteration.symbols, self._bypassed)
+        self._guard.__enter__()
+        self.entered = True
+        return self
+
+    def leave(self) -> None:
+        """Leaves the function mode and the guard, in the order in which they were entered."""
+        self.entered = False
+        self._guard.__exit__(None, None, None)
+        self.__exit__(None, None, None)
+
+    def forget(self) -> None:
+        """Drops everything that the iteration holds."""
+        self.iteration = Iteration()
+
+    def _bypassed(self, function: Any) -> None:
+        self.fall_back(Mismatch("CX0109", f"{function} does not pass through torch functions"))
+
+    def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+        if function == functions.GET_GRAD_FN:
+            return self._grad_fn(args[0])
+        if function in (functions.SET_GRAD, functions.DELETE_GRAD):
+            return self._set_grad(args[0], args[1] if len(args) > 1 else None)
+        tensors, numbers, key = calls.flatten(args, kwargs)
+        if functions.makes_data(function, bool(tensors)):
+            return function(*args, **kwargs)
+        return self._event(function, tensors, numbers, key, location)
+
+    def _passive(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function == _IS_LEAF and id(args[0]) in self.iteration.symbols:
+            return self.iteration.symbols[id(args[0])].meta.is_leaf
+        return function(*args, **kwargs)
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def _event(
+        self, function: Any, tensors: list[torch.Tensor], numbers: list[Number], key: Hashable, location: int
+    ) -> Any:
+        it = self.iteration
+        state = ambient(own_modes=1)
+        metas = tuple([self._meta(t) for t in tensors])
+        whole_key = (key, state, metas)
+        nearest = None
+        for node in self.skeleton.children.get(it.at, ()):
+            if node.location != location or node.function != function:
+                continue
+            nearest = node
+            if node.key == whole_key and numbers_fit(node, numbers):
+                chosen = self._alternative(node, tensors)
+                if chosen is not None:
+                    index, implicit = chosen
+                    return self._take(node, index, tensors, implicit, numbers, key, state, location)
+        raise Mismatch("CX0001", self._difference(function, nearest, whole_key, numbers))
+
+    def _alternative(self, node: Node, tensors: list[torch.Tensor]) -> tuple[int, list[Token]] | None:
+        bindings = tuple([self._binding(t, node, i) for i, t in enumerate(tensors)])
+        for index, alternative in enumerate(node.alternatives):
+            if alternative.bindings[: len(bindings)] != bindings:
+                continue
+            if alternative.path is not None and alternative.path != tuple(self.iteration.path):
+                continue
+            if not node.implicit_metas:
+                return index, []
+            implicit = self._implicit(node, alternative.bindings, len(bindings))
+            if implicit is not None:
+                return index, implicit
+        return None
+
+    def _meta(self, tensor: torch.Tensor) -> TensorMeta:
+        symbol = self.iteration.symbols.get(id(tensor))
+        return calls.meta_of(tensor) if symbol is None else symbol.meta
+
+    def _binding(self, tensor: torch.Tensor, node: Node, argument: int) -> NodeBinding:
+        symbol = self.iteration.symbols.get(id(tensor))
+        if symbol is not None:
+            return symbol.binding
+        known = self.iteration.externals.get(id(tensor))
+        return Fed(node.id, argument) if known is None else known
+
+    def _implicit(
+        self, node: Node, bindings: tuple[NodeBinding, ...], explicit: int
+    ) -> list[Token] | None:
+        """Checks the leaves that a backward pass reaches, and the gradients that they have."""
+        tokens: list[Token] = []
+        for position in range(explicit, len(bindings), 2):
+            leaf = self._object(bindings[position])
+            if leaf is None:
+                return None
+            if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                raise Mismatch("CX0112", "a leaf tensor has hooks")
+            grad = self._grad_token(leaf)
+            meta = node.implicit_metas[position - explicit + 1]
+            if grad is None:
+                if bindings[position + 1] is not None:
+                    return None
+            elif isinstance(grad, Produced):
+                if grad != bindings[position + 1]:
+                    return None
+            else:
+                if calls.meta_of(grad) != meta:
+                    return None
+                if self._binding(grad, node, position + 1) != bindings[position + 1]:
+                    return None
+            tokens += [self._token(leaf), grad]
+        return tokens
+
+    def _object(self, binding: NodeBinding) -> torch.Tensor | None:
+        if isinstance(binding, Captured):
+            return self.iteration.captured[binding.index]
+        if isinstance(binding, Fed):
+            return self.iteration.fed.get(binding)
+        symbol = None if binding is None else self.iteration.placeholders.get(binding)
+        return None if symbol is None else symbol.tensor
+
+    def _token(self, tensor: torch.Tensor) -> Token:
+        symbol = self.iteration.symbols.get(id(tensor))
+        return tensor if symbol is None else symbol.binding
+
+    def _take(
+        self,
+        node: Node,
+        index: int,
+        tensors: list[torch.Tensor],
+        implicit: list[Token],
+        numbers: list[Number],
+        key: Hashable,
+        state: Hashable,
+        location: int,
+    ) -> Any:
+        it, program, send = self.iteration, self.skeleton.program, self.graph_runner.send
+        tokens = [self._token(t) for t in tensors] + implicit
+        for message in program.edges.get((it.at, node.id), ()):
+            send(message)
+        plan = program.plans[node.id]
+        if plan.select is not None:
+            send(plan.select[index])
+        bindings = node.alternatives[index].bindings
+        for argument, binding in enumerate(bindings):
+            token = tokens[argument]
+            if isinstance(binding, Fed) and isinstance(token, torch.Tensor) and id(token) not in it.externals:
+                it.externals[id(token)] = binding
+                it.fed[binding] = token
+        for argument in plan.feeds[index] if plan.feeds else ():
+            send(_unshared(tokens[argument]))
+        for slot, transform in plan.numbers:
+            send(TRANSFORMS[transform](numbers[slot]))
+        it.at = node.id
+        it.path.append(node.id)
+        it.records.append(EventRecord(node, key, state, tokens, numbers, location))
+        if node.kind is Kind.FETCH:
+            return self._fetch(node, tensors, numbers, key)
+        return self._results(node, plan.outputs, tensors, tokens)
+
+    def _results(self, node: Node, registers: tuple[int, ...], tensors: list[torch.Tensor], tokens: list[Token]) -> Any:
+        it = self.iteration
+        rebound = {output: argument for argument, output in node.rebinds}
+        new: list[Any] = []
+        for number, output in enumerate(node.outputs):
+            binding = Produced(node.id, number)
+            if number in rebound:  # only placeholders are
+                symbol = it.symbols[id(tensors[rebound[number]])]
+                symbol.binding, symbol.meta, symbol.history = binding, output.meta, output.history
+            else:
+                tensor = make_placeholder(output.meta)
+                symbol = it.symbols[id(tensor)] = Symbol(tensor, binding, output.meta, output.history)
+            it.placeholders[binding] = symbol
+            new.append(symbol.tensor)
+        for grad in node.grads:
+            leaf = tokens[grad.leaf]
+            it.grads[self._leaf_id(leaf)] = (leaf, Produced(node.id, grad.output))
+        return calls.build(node.result, new, tensors)
+
+    def _fetch(self, node: Node, tensors: list[torch.Tensor], numbers: list[Number], key: Hashable) -> Any:
+        slots = self.skeleton.program.plans[node.id].fetches
+        values = [self._fetched(slot, t) for slot, t in zip(slots, tensors, strict=True)]
+        args, kwargs = calls.unflatten(key, values, numbers)
+        return node.function(*args, **kwargs)
+
+    def _fetched(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
+        began = time.perf_counter()
+        try:
+            value = self.graph_runner.fetch(slot)
+        except RuntimeError as e:
+            raise Mismatch("CX0005", str(e)) from e
+        finally:
+            self.stall_s += time.perf_counter() - began
+        symbol = self.iteration.symbols.get(id(tensor))
+        if symbol is not None:
+            return dressed(value, symbol.meta, symbol.history)
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(value, tensor.requires_grad)
+        return dressed(value, calls.meta_of(tensor), None)
+
+    # --- gradients ----------------------------------------------------------------------------------
+
+    def _leaf_id(self, leaf: Token) -> int:
+        return id(self.iteration.placeholders[leaf].tensor) if isinstance(leaf, Produced) else id(leaf)
+
+    def _grad_token(self, leaf: torch.Tensor) -> Token:
+        assigned = self.iteration.grads.get(id(leaf))
+        if assigned is not None:
+            return assigned[1]
+        return None if id(leaf) in self.iteration.symbols else leaf.grad
+
+    def _get_grad(self, leaf: torch.Tensor) -> Any:
+        token = self._grad_token(leaf)
+        return self.iteration.placeholders[token].tensor if isinstance(token, Produced) else token
+
+    def _set_grad(self, leaf: torch.Tensor, value: torch.Tensor | None) -> None:
+        if value is not None:
+            ours, theirs = self._meta(leaf), self._meta(value)
+            if (ours.shape, ours.dtype, ours.device) != (theirs.shape, theirs.dtype, theirs.device):
+                raise Mismatch("CX0001", "a gradient of another shape or type was assigned")
+        leaf_token, value_token = self._token(leaf), None if value is None else self._token(value)
+        self.iteration.grads[id(leaf)] = (leaf_token, value_token)
+        self.iteration.records.append(GradRecord(leaf_token, value_token))
+
+    def _grad_fn(self, tensor: torch.Tensor) -> None:
+        symbol = self.iteration.symbols.get(id(tensor))
+        if (tensor.grad_fn if symbol is None else symbol.history) is not None:
+            raise Mismatch("CX0109", "the program looks at grad_fn")
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Validates the end of the iteration and commits it.
+
+        Raises:
+            Mismatch: if the iteration is not one of the graph's, or the GraphRunner failed.
+        """
+        it, graph = self.iteration, self.skeleton.graph
+        if END not in graph.edges.get(it.at, ()):
+            raise Mismatch("CX0001", "the iteration ended earlier than any trace")
+        for message in self.skeleton.program.edges.get((it.at, END), ()):
+            self.graph_runner.send(message)
+        alive = self._alive()
+        for binding in alive:
+            if not graph.nodes[binding.event].outputs[binding.output].kept:
+                raise Mismatch("CX0003", f"a result of {graph.nodes[binding.event].name} is still referenced")
+        began = time.perf_counter()
+        self.graph_runner.commit()
+        try:
+            self.graph_runner.wait()
+        except RuntimeError as e:
+            if self.graph_runner.committing():
+                raise
+            raise Mismatch("CX0005", str(e)) from e
+        finally:
+            self.stall_s += time.perf_counter() - began
+        self._publish(alive)
+
+    def _alive(self) -> list[Produced]:
+        """Placeholders that somebody besides this iteration refers to."""
+        return [s.binding for s in self.iteration.symbols.values() if _references(s) > _NO_REFERENCES]
+
+    def _publish(self, alive: list[Produced]) -> None:
+        it = self.iteration
+        real = set()
+        for binding in alive:
+            realize(it.placeholders[binding].tensor, self._real(binding))
+            real.add(binding)
+        for leaf, value in it.grads.values():
+            target = it.placeholders[leaf].tensor if isinstance(leaf, Produced) else leaf
+            if isinstance(leaf, Produced) and it.placeholders[leaf].binding not in real:
+                continue  # nobody refers to the leaf any more
+            if isinstance(value, Produced):
+                symbol = it.placeholders[value]
+                value = symbol.tensor if symbol.binding in real else self._real(symbol.binding)
+            target.grad = value  # type: ignore[union-attr]  # a leaf is a tensor
+
+    def _real(self, binding: Produced) -> torch.Tensor:
+        program = self.skeleton.program
+        output = self.skeleton.graph.nodes[binding.event].outputs[binding.output]
+        value = self.graph_runner.value(program.plans[binding.event].outputs[binding.output])
+        external = program.rebased.get((binding.event, binding.output))
+        if external is not None:
+            base = self._object(external)
+            value = torch.as_strided(base.detach(), value.shape, value.stride(), value.storage_offset())  # type: ignore[union-attr]
+        return dressed(value, output.meta, output.history)
+
+    def _difference(self, function: Any, nearest: Node | None, key: Any, numbers: list[Number]) -> str:
+        """What distinguishes an event from the nearest node, for `explain`."""
+        name = functions.name_of(function)
+        if nearest is None:
+            expected = [n.name for n in self.skeleton.children.get(self.iteration.at, ())]
+            return f"{name} where the traces go on with {' or '.join(expected) or 'the end of the block'}"
+        if nearest.key != key:
+            parts = ("arguments", "ambient state", "metadata of its tensors")
+            different = [p for p, a, b in zip(parts, nearest.key, key, strict=True) if a != b]  # type: ignore[call-overload]
+            return f"{name} with other {' and '.join(different)}"
+        if not numbers_fit(nearest, numbers):
+            return f"{name} with numbers {numbers} where traces had {[s.value for s in nearest.numbers]}"
+        return f"{name} on other tensors than in any trace"
+
+
+def _references(symbol: Symbol) -> int:
+    return sys.getrefcount(symbol.tensor)
+
+
+#: What `_references` counts for a placeholder that only its symbol refers to.
+_NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_of(torch.empty(0)), None))
+
+_IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getset descriptor
+
+
+def _unshared(token: Token) -> torch.Tensor:
+    """The tensor to feed: a copy where NumPy shares its memory, since Python may write to it meanwhile."""
+    assert isinstance(token, torch.Tensor)
+    if token.device.type == "cpu" and not token.untyped_storage().resizable():
+        return token.detach().clone()
+    return token

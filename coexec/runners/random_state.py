@@ -1,0 +1,50 @@
+"""The state of random number generators, saved before an iteration and put back if it is cancelled.
+
+In:  the program (which generators its operations name).
+Out: a function that puts the states back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from coexec.tracegraph.program import Call, Program
+
+
+def save(program: Program) -> Callable[[], None]:
+    """Saves the states that the program may change.
+
+    Returns:
+        A function that puts them back.
+    """
+    if not program.random:
+        return lambda: None
+    states = [(g, g.get_state()) for g in generators(program)]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
+
+
+def generators(program: Program) -> list[torch.Generator]:
+    """The default generators, and those that operations were given."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        found += torch.cuda.default_generators
+    for instruction in program.instructions:
+        if isinstance(instruction, Call):
+            found += [g for g in _generators(instruction.args) if not any(g is f for f in found)]
+    return found
+
+
+def _generators(args: Any) -> Iterator[torch.Generator]:
+    if isinstance(args, torch.Generator):
+        yield args
+    elif isinstance(args, tuple):
+        for a in args:
+            yield from _generators(a)

@@ -1,0 +1,242 @@
+"""GradientTape: one iteration of a program, traced or co-executed.
+
+In:  a `with` block around one training step.
+Out: the step's effects, equal to eager's.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from coexec._private import foreign_modes
+from coexec.errors import CommitError, TapeError
+from coexec.options import Options, options
+from coexec.program_state import Phase, ProgramState
+from coexec.programs import state_of
+from coexec.reasons import Cause, cause
+from coexec.runners.fallback import replay
+from coexec.runners.python_runner import Mismatch, PythonRunner
+from coexec.tracer.location import describe
+from coexec.tracer.mode import TracingMode
+from coexec.tracer.recorder import Recorder
+
+_active = threading.local()
+
+
+class GradientTape:
+    """Runs the block of its `with` statement, one iteration of a program, by co-execution.
+
+    The first iterations run eagerly and are recorded; later ones run as a Python skeleton beside
+    the compiled graph of the whole iteration. Results, side effects, exceptions and random numbers
+    are those of eager PyTorch.
+
+    A program is known by the place of its `with` statement in the source.
+
+    Args:
+        key: tells apart several uses of one place (different models trained by one function).
+        executor: see `coexec.Options.executor`; None takes the default from `coexec.options`.
+        mode: see `coexec.Options.mode`.
+        synchronous: see `coexec.Options.synchronous`.
+        check: see `coexec.Options.check`.
+
+    Raises:
+        OptionError: if an option has a value that it cannot have.
+
+    Source: Terra's `TerraGradientTape` (section 3.3.1), for PyTorch.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: object = None,
+        executor: str | None = None,
+        mode: str | None = None,
+        synchronous: bool | None = None,
+        check: bool | None = None,
+    ) -> None:
+        self._options = options.replaced(executor=executor, mode=mode, synchronous=synchronous, check=check)
+        self._key = key
+        self._session: _Session | None = None
+        self._entered = False
+
+    def __enter__(self) -> GradientTape:
+        if self._entered:
+            raise TapeError("this tape is in use; make a new GradientTape for each iteration")
+        self._entered = True
+        if getattr(_active, "depth", 0) == 0 and self._options.mode != "eager":
+            frame = sys._getframe(1)
+            self._session = _begin(state_of(frame, self._key, self._options), frame, self._options)
+        _active.depth = getattr(_active, "depth", 0) + 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _active.depth -= 1
+        self._entered = False
+        session, self._session = self._session, None
+        if session is not None:
+            session.end(error)
+
+    def gradient(
+        self,
+        target: torch.Tensor | Sequence[torch.Tensor],
+        sources: Any,
+        output_gradients: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> Any:
+        """Gradients of the sum of `target` with respect to `sources`.
+
+        Args:
+            target: a tensor or several; each a scalar, unless `output_gradients` is given.
+            sources: a tensor, or lists, tuples and dicts of tensors.
+            output_gradients: gradients with respect to each target, of its shape.
+
+        Returns:
+            A gradient for each source, in the structure of `sources`; None where the target does
+            not depend on the source.
+
+        Raises:
+            TapeError: if the tape's block is not running.
+        """
+        if not self._entered:
+            raise TapeError("gradient() works inside of the tape's with block")
+        leaves, structure = torch.utils._pytree.tree_flatten(sources)
+        grads = torch.autograd.grad(target, leaves, output_gradients, allow_unused=True)
+        return torch.utils._pytree.tree_unflatten(list(grads), structure)
+
+
+def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session | None:
+    if state.phase is Phase.EAGER:
+        state.steps["eager"] += 1
+        return None
+    modes = foreign_modes()
+    if modes or state.running:
+        why = ("CX0113", f"{', '.join(modes)}") if modes else ("CX0119", "its previous iteration still runs")
+        state.note(cause(*why, state.key))
+        state.steps["eager"] += 1
+        return None
+    state.running = True
+    if state.phase is Phase.COEXECUTION:
+        captured = state.captured_tensors()
+        if captured is not None:
+            return _CoexecutionSession(state, frame, captured, options.mode == "lazy")
+        state.lost_capture()
+    return _TracingSession(state, frame)
+
+
+class _Session:
+    """What runs between a tape's entry and its exit."""
+
+    def __init__(self, state: ProgramState) -> None:
+        self.state = state
+
+    def end(self, error: BaseException | None) -> None:
+        """Ends the iteration; `error` is what leaves the block."""
+        raise NotImplementedError
+
+
+class _TracingSession(_Session):
+    """An iteration of the tracing phase."""
+
+    def __init__(self, state: ProgramState, frame: FrameType) -> None:
+        super().__init__(state)
+        self.recorder = Recorder(state.identities)
+        self.mode = TracingMode(self.recorder, frame)
+        self.mode.__enter__()
+        self.recorder.__enter__()
+
+    def end(self, error: BaseException | None) -> None:
+        self.recorder.__exit__(None, None, None)
+        self.mode.__exit__(None, None, None)
+        self.state.steps["tracing"] += 1
+        self.state.running = False
+        if error is not None:
+            self.recorder.fail("CX0002", type(error).__name__)
+        trace = self.recorder.finish()
+        self.state.traced(trace, self.recorder.cause)
+
+
+class _CoexecutionSession(_Session):
+    """An iteration of the co-execution phase."""
+
+    def __init__(
+        self, state: ProgramState, frame: FrameType, captured: list[torch.Tensor | None], lazy: bool
+    ) -> None:
+        super().__init__(state)
+        assert state.skeleton is not None
+        self._frame = frame
+        self._recorder: Recorder | None = None
+        self._cause: Cause | None = None
+        self._began = time.perf_counter()
+        self._graph_times = tuple(state.graph_runner.times())
+        self.runner = PythonRunner(
+            state.skeleton, state.graph_runner, captured, frame, self._on_mismatch, lazy
+        )
+        self.runner.__enter__()
+
+    def _on_mismatch(self, runner: PythonRunner, mismatch: Mismatch) -> Any:
+        """Becomes a tracing session in the middle of the iteration."""
+        self._cause = cause(mismatch.id, mismatch.detail, describe(runner.iteration.location))
+        recorder = Recorder(self.state.identities)
+        mode = TracingMode(recorder, self._frame)
+        if runner.entered:
+            recorder.__enter__()
+            self._recorder = recorder
+            replay(runner, recorder.event)
+        else:
+            with recorder:
+                replay(runner, recorder.event)
+        self._recorder = recorder
+        return mode.run
+
+    def end(self, error: BaseException | None) -> None:
+        state = self.state
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
+        self.runner.leave()
+        try:
+            if not self.runner.fell_back and error is None:
+                try:
+                    self.runner.complete()
+                except Mismatch as mismatch:
+                    self.runner.fall_back(mismatch)
+                except RuntimeError as e:
+                    raise CommitError(f"{e}; parameters may be half updated") from e
+            elif not self.runner.fell_back:
+                self.runner.fall_back(Mismatch("CX0002", type(error).__name__))
+        finally:
+            state.running = False
+        if self._recorder is None:
+            state.steps["co-execution"] += 1
+            state.graph_runner.finish()
+            self.runner.forget()
+            self._record_times()
+            state.coexecuted()
+            return
+        state.steps["fallback"] += 1
+        assert self._cause is not None
+        if error is not None:
+            self._recorder.fail("CX0002", type(error).__name__)
+        trace = self._recorder.finish()
+        state.fell_back(self._cause, trace, self._recorder.cause)
+
+    def _record_times(self) -> None:
+        state, runner = self.state, self.runner
+        total = time.perf_counter() - self._began
+        busy, stalled = (now - then for now, then in zip(state.graph_runner.times(), self._graph_times, strict=True))
+        state.python_ms.append((total - runner.stall_s) * 1e3)
+        state.python_stall_ms.append(runner.stall_s * 1e3)
+        state.graph_ms.append(busy * 1e3)
+        state.graph_stall_ms.append(stalled * 1e3)
+
+

@@ -1,0 +1,55 @@
+"""The state around a call that changes what it computes, as one hashable value.
+
+In:  PyTorch's thread-local and global settings.
+Out: a tuple that is part of every event's key, and a context that puts it back for a replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+
+import torch
+
+from coexec._private import transform_depth
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def ambient(own_modes: int = 0) -> Hashable:
+    """Grad mode, autocast, default dtype, determinism, and whether anything transforms operations.
+
+    Args:
+        own_modes: dispatch modes that coexec itself has entered, which don't count.
+    """
+    autocast = (
+        tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES])
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        else None
+    )
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast,
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        torch.is_anomaly_enabled(),
+        transform_depth(own_modes),
+    )
+
+
+@contextlib.contextmanager
+def restored(state: Hashable) -> Iterator[None]:
+    """Runs a block under the grad mode and autocast state of an earlier call."""
+    grad, inference, autocast, *_ = state  # type: ignore[misc]  # made by `ambient`
+    with contextlib.ExitStack() as stack:
+        if inference != torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(inference))
+        if grad != torch.is_grad_enabled():
+            stack.enter_context(torch.set_grad_enabled(grad))
+        now = ambient()[2]  # type: ignore[index]
+        if autocast != now:
+            for device, enabled, dtype in autocast or [(d, False, None) for d in _AUTOCAST_DEVICES]:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        yield

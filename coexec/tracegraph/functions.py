@@ -1,0 +1,118 @@
+"""How torch functions are treated when Python calls them inside of a block.
+
+In:  the function that `__torch_function__` received.
+Out: sets of functions; what is in none of them computes tensors and becomes an event.
+
+Everything here is a statement about PyTorch's own functions, so it is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def _getters(*names: str) -> set[Callable[..., Any]]:
+    return {getattr(Tensor, n).__get__ for n in names if hasattr(Tensor, n)}
+
+
+def _methods(*names: str) -> set[Callable[..., Any]]:
+    return {getattr(Tensor, n) for n in names if hasattr(Tensor, n)}
+
+
+def _functions(*names: str) -> set[Callable[..., Any]]:
+    return {getattr(torch, n) for n in names if hasattr(torch, n)}
+
+
+#: Answered from metadata: they neither read values nor change anything.
+PASSIVE: frozenset[Callable[..., Any]] = frozenset(
+    _getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "itemsize", "nbytes")
+    | _getters("is_cpu", "is_cuda", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized")
+    | _getters("is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "is_ipu", "is_maia", "names")
+    | _getters("_backward_hooks", "_post_accumulate_grad_hooks", "output_nr")
+    | _methods("dim", "ndimension", "size", "stride", "numel", "nelement", "element_size", "storage_offset")
+    | _methods("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg")
+    | _methods("__len__", "is_inference", "get_device", "has_names", "is_distributed", "is_same_size")
+    | _functions("is_floating_point", "is_complex", "is_conj", "is_neg", "numel", "is_inference", "is_signed")
+    | _functions("get_device", "is_same_size", "result_type")
+)
+
+#: Change or bracket the state around events; the state itself is part of every event's key.
+AMBIENT: frozenset[Callable[..., Any]] = frozenset({torch._C._set_grad_enabled})
+
+#: Namespaces of operators that only annotate (profiler ranges).
+ANNOTATING_NAMESPACES = ("profiler",)
+
+#: Look at values: their arguments are fetched and the function is called on them.
+FETCH: frozenset[Callable[..., Any]] = frozenset(
+    _methods("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__")
+    | _methods("__index__", "__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero")
+    | _functions("equal", "allclose", "is_nonzero")
+)
+
+#: Show autograd history, so fetched values carry the name of their autograd node.
+SHOWS_HISTORY: frozenset[Callable[..., Any]] = frozenset(_methods("__repr__", "__format__"))
+
+#: Give Python a view of the memory itself, through which it could write.
+SHARES_MEMORY: frozenset[Callable[..., Any]] = frozenset(_methods("numpy", "__array__"))
+
+#: Make tensors of Python data: Python runs them itself, their results are external tensors.
+DATA: frozenset[Callable[..., Any]] = frozenset(
+    _functions("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "scalar_tensor", "sparse_coo_tensor")
+)
+
+#: Members of `DATA` that may return their argument itself.
+MAYBE_SAME: frozenset[Callable[..., Any]] = frozenset(_functions("as_tensor", "asarray"))
+
+#: Run the backward pass, so they depend on the whole path before them.
+BACKWARD: frozenset[Callable[..., Any]] = frozenset(
+    {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+)
+
+GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]  # a getset descriptor
+SET_GRAD = Tensor.grad.__set__  # type: ignore[attr-defined]
+DELETE_GRAD = Tensor.grad.__delete__  # type: ignore[attr-defined]
+GET_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+
+#: Write to arguments although their schema does not say so: positions, and when they do.
+HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], Callable[[tuple[Any, ...]], bool]]] = {
+    "aten::native_batch_norm": ((3, 4), lambda args: bool(args[5])),
+    "aten::cudnn_batch_norm": ((3, 4), lambda args: bool(args[5])),
+    "aten::miopen_batch_norm": ((3, 4), lambda args: bool(args[5])),
+    "aten::batch_norm_update_stats": ((1, 2), lambda args: True),
+    "aten::batch_norm_gather_stats": ((3, 4), lambda args: True),
+    "aten::batch_norm_gather_stats_with_counts": ((3, 4), lambda args: True),
+}
+
+
+def makes_data(function: Callable[..., Any], on_tensors: bool) -> bool:
+    """Whether a call only turns Python data into a tensor."""
+    return not on_tensors and function in DATA
+
+
+def fetches(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a call looks at the values of its tensor arguments."""
+    if function in FETCH:
+        return True
+    return function in DATA and not (function in MAYBE_SAME and isinstance(args[0], Tensor))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The function as a user would write it: `Tensor.add_`, `nn.functional.linear`, `Tensor.T`."""
+    name = getattr(function, "__name__", str(function))
+    owner = getattr(function, "__self__", None)
+    if name in ("__get__", "__set__", "__delete__") and owner is not None:
+        suffix = {"__get__": "", "__set__": " =", "__delete__": " (del)"}[name]
+        return f"Tensor.{owner.__name__}{suffix}"
+    qualified = getattr(function, "__qualname__", name)
+    if qualified.startswith(("TensorBase.", "Tensor.")):
+        return f"Tensor.{name}"
+    module = getattr(function, "__module__", None) or "torch"
+    module = module.removeprefix("torch._C._").removeprefix("torch._C.").removeprefix("torch.")
+    if module in ("torch", "_VariableFunctionsClass") or qualified.startswith("_VariableFunctionsClass"):
+        return f"torch.{name}"
+    return f"{module}.{name}"

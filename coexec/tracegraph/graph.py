@@ -1,0 +1,129 @@
+"""TraceGraph: all traces of a program merged into one directed acyclic graph.
+
+In:  traces, merged by `coexec.tracegraph.merge`.
+Out: what the PythonRunner validates a running iteration against, and what
+     `coexec.tracegraph.symbolic` turns into the program that the GraphRunner executes.
+
+A node is one event. An edge says that one event came right after the other in some trace. Every
+path from `START` to `END` is an iteration that the graph can execute, also when that path was never
+seen as a whole.
+
+Source: Terra's TraceGraph (dissertation, section 3.2.2 and definition 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coexec.tracegraph.trace import (
+    Computed,
+    Constant,
+    Grad,
+    Kind,
+    Number,
+    Operation,
+    Output,
+    Produced,
+    TensorMeta,
+)
+
+START = -1
+END = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """External tensor `index` that is the same object in every trace (a parameter, a buffer)."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """The external tensor that the iteration first used as tensor argument `argument` of `node`."""
+
+    node: int
+    argument: int
+
+
+NodeBinding = Produced | Captured | Fed | None
+NodeSource = Computed | Captured | Fed | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSlot:
+    """A Python number among the arguments of an event.
+
+    `classes` is None while every trace had the same number; otherwise the number is fed, and may be
+    any number of these classes (see `calls.number_class`).
+    """
+
+    value: Number
+    classes: frozenset[Hashable] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FedNumber:
+    """In an operation's arguments: the event's number `slot`, through `transform`."""
+
+    slot: int
+    transform: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One way in which the arguments of a node bind, and what its operations then read.
+
+    `path` holds the nodes before it when the node depends on all of them (the backward pass).
+    """
+
+    bindings: tuple[NodeBinding, ...]
+    sources: tuple[NodeSource, ...]
+    path: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An event that traces have in common."""
+
+    id: int
+    kind: Kind
+    function: Callable[..., Any]
+    name: str
+    key: Hashable
+    location: int
+    numbers: tuple[NumberSlot, ...]
+    implicit_metas: tuple[TensorMeta | None, ...]
+    operations: tuple[Operation, ...]
+    outputs: tuple[Output, ...]
+    grads: tuple[Grad, ...]
+    rebinds: tuple[tuple[int, int], ...]
+    result: Any
+    backward: bool
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceGraph:
+    """The merged traces.
+
+    Attributes:
+        nodes: by id; ids are a topological order.
+        edges: children of each node in the order in which traces took them, `START` included.
+        captured: uid of each captured external tensor.
+        shared: groups of external tensors that shared memory in some trace (or may be the same).
+        traces: how many traces were merged.
+    """
+
+    nodes: tuple[Node, ...]
+    edges: Mapping[int, tuple[int, ...]]
+    captured: tuple[int, ...]
+    shared: tuple[frozenset[Captured | Fed], ...]
+    traces: int
+
+    def __str__(self) -> str:
+        from coexec.tracegraph.text import format_graph
+
+        return format_graph(self)

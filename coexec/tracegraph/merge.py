@@ -1,0 +1,268 @@
+"""Merging traces into a TraceGraph, as Terra's GraphGenerator does.
+
+A trace is followed from `START`. Each event is matched with a child of the latest matched node; else
+it is merged back into an equal node elsewhere if that keeps the graph acyclic; else it becomes a new
+node. Merging is repeated from the first trace on whenever a trace is added: what varies between
+iterations (external tensors, numbers) shows only when traces are laid side by side.
+
+Source: Terra, section 3.2.2 ("TraceGraph").
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import networkx as nx
+
+from coexec.tracegraph.calls import number_class
+from coexec.tracegraph.graph import (
+    END,
+    START,
+    Alternative,
+    Captured,
+    Fed,
+    Node,
+    NodeBinding,
+    NodeSource,
+    NumberSlot,
+    TraceGraph,
+)
+from coexec.tracegraph.numbers import unify
+from coexec.tracegraph.trace import Computed, Event, External, Produced, Source, Trace
+
+
+def merge(traces: Sequence[Trace]) -> TraceGraph:
+    """Merges traces, in order, into one graph that covers all of them."""
+    seen = Counter(uid for t in traces for uid in {e.uid for e in t.externals})
+    parameters = {e.uid for t in traces for e in t.externals if e.parameter}
+    captured = {uid for uid, n in seen.items() if n > 1 or uid in parameters}
+    while True:
+        builder = _Builder(captured)
+        for trace in traces:
+            builder.add(trace)
+        conflicting = builder.conflicting_captures()
+        if not conflicting:
+            return builder.freeze(len(traces))
+        captured -= conflicting
+
+
+@dataclass
+class _Draft:
+    """A node under construction."""
+
+    node: Node
+    alternatives: list[Alternative] = field(default_factory=list)
+
+
+class _Builder:
+    def __init__(self, captured_uids: set[int]) -> None:
+        self.captured_uids = captured_uids
+        self.captured: dict[int, int] = {}  # uid -> index
+        self.drafts: list[_Draft] = []
+        self.graph = nx.DiGraph()
+        self.graph.add_nodes_from((START, END))
+        self.children: dict[int, list[int]] = defaultdict(list)
+        self.by_event: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        self.shared = nx.Graph()
+
+    # --- adding a trace ---
+
+    def add(self, trace: Trace) -> None:
+        latest = START
+        path: list[int] = []  # node of each event so far
+        external_refs: dict[int, Captured | Fed] = {}
+        for event in trace.events:
+            latest = self._match(event, latest, path, trace, external_refs)
+            path.append(latest)
+        self._connect(latest, END)
+        self._share(trace, external_refs)
+
+    def _match(
+        self, event: Event, latest: int, path: list[int], trace: Trace, refs: dict[int, Captured | Fed]
+    ) -> int:
+        children = [c for c in self.children[latest] if c != END]
+        on_path = set(path)
+        for candidate in children:
+            if self._merge_into(candidate, event, path, trace, refs):
+                return candidate
+        for candidate in self.by_event[_identity(event)]:
+            if candidate in children or candidate in on_path or nx.has_path(self.graph, candidate, latest):
+                continue
+            if self._merge_into(candidate, event, path, trace, refs):
+                self._connect(latest, candidate)
+                return candidate
+        return self._create(event, latest, path, trace, refs)
+
+    def _merge_into(
+        self, candidate: int, event: Event, path: list[int], trace: Trace, refs: dict[int, Captured | Fed]
+    ) -> bool:
+        draft = self.drafts[candidate]
+        node = draft.node
+        if _identity(event) != _identity(node):
+            return False
+        unified = unify(node.operations, node.numbers, event.operations, event.numbers, number_class)
+        if unified is None or not _compatible_outputs(node, event):
+            return False
+        alternative = self._alternative(candidate, event, path, trace, refs)
+        for known in draft.alternatives:
+            if (known.bindings, known.path) == (alternative.bindings, alternative.path):
+                if known.sources != alternative.sources:
+                    return False
+                break
+        else:
+            draft.alternatives.append(alternative)
+        operations, numbers = unified
+        outputs = tuple(
+            replace(a, kept=a.kept or b.kept) for a, b in zip(node.outputs, event.outputs, strict=True)
+        )
+        draft.node = replace(node, operations=operations, numbers=numbers, outputs=outputs)
+        return True
+
+    def _create(
+        self, event: Event, latest: int, path: list[int], trace: Trace, refs: dict[int, Captured | Fed]
+    ) -> int:
+        id_ = len(self.drafts)
+        node = Node(
+            id=id_,
+            kind=event.kind,
+            function=event.function,
+            name=event.name,
+            key=event.key,
+            location=event.location,
+            numbers=tuple(NumberSlot(n) for n in event.numbers),
+            implicit_metas=event.implicit_metas,
+            operations=event.operations,
+            outputs=event.outputs,
+            grads=event.grads,
+            rebinds=event.rebinds,
+            result=event.result,
+            backward=event.backward,
+            alternatives=(),
+        )
+        self.drafts.append(_Draft(node))
+        self.drafts[id_].alternatives.append(self._alternative(id_, event, path, trace, refs))
+        self.by_event[_identity(event)].append(id_)
+        self._connect(latest, id_)
+        return id_
+
+    def _connect(self, source: int, target: int) -> None:
+        if target not in self.children[source]:
+            self.children[source].append(target)
+            self.graph.add_edge(source, target)
+
+    # --- references ---
+
+    def _alternative(
+        self, id_: int, event: Event, path: list[int], trace: Trace, refs: dict[int, Captured | Fed]
+    ) -> Alternative:
+        bindings: list[NodeBinding] = []
+        for argument, binding in enumerate(event.inputs):
+            if isinstance(binding, External):
+                bindings.append(self._external(binding.index, id_, argument, trace, refs))
+            elif isinstance(binding, Produced):
+                bindings.append(Produced(path[binding.event], binding.output))
+            else:
+                bindings.append(None)
+        sources = tuple(self._source(s, path, refs) for s in event.sources)
+        return Alternative(tuple(bindings), sources, tuple(path) if event.backward else None)
+
+    def _external(
+        self, index: int, id_: int, argument: int, trace: Trace, refs: dict[int, Captured | Fed]
+    ) -> Captured | Fed:
+        if index not in refs:
+            uid = trace.externals[index].uid
+            if uid in self.captured_uids:
+                refs[index] = Captured(self.captured.setdefault(uid, len(self.captured)))
+            else:
+                refs[index] = Fed(id_, argument)
+        return refs[index]
+
+    def _source(self, source: Source, path: list[int], refs: dict[int, Captured | Fed]) -> NodeSource:
+        if isinstance(source, Computed):
+            return Computed(path[source.event], source.operation, source.result)
+        if isinstance(source, External):
+            return refs[source.index]
+        return source
+
+    def _share(self, trace: Trace, refs: dict[int, Captured | Fed]) -> None:
+        by_storage: dict[int, list[Captured | Fed]] = defaultdict(list)
+        for index, ref in refs.items():
+            by_storage[trace.externals[index].storage].append(ref)
+        for group in by_storage.values():
+            for other in group[1:]:
+                self.shared.add_edge(group[0], other)
+
+    # --- results ---
+
+    def conflicting_captures(self) -> set[int]:
+        """Captured tensors in argument positions that do not always hold the same tensor."""
+        uids = {index: uid for uid, index in self.captured.items()}
+        conflicting: set[int] = set()
+        for draft in self.drafts:
+            for column in zip(*(a.bindings for a in draft.alternatives), strict=True):
+                externals = {b for b in column if isinstance(b, (Captured, Fed))}
+                if len(externals) > 1:
+                    conflicting |= {uids[b.index] for b in externals if isinstance(b, Captured)}
+        return conflicting
+
+    def freeze(self, traces: int) -> TraceGraph:
+        order = [n for n in nx.lexicographical_topological_sort(self.graph) if n >= 0]
+        new_id = {old: new for new, old in enumerate(order)} | {START: START, END: END}
+        nodes = tuple(_renumber(self.drafts[old], new_id) for old in order)
+        edges = {
+            new_id[source]: tuple(new_id[t] for t in targets)
+            for source, targets in self.children.items()
+            if source != END
+        }
+        shared = tuple(
+            frozenset(_renumber_ref(r, new_id) for r in group)
+            for group in nx.connected_components(self.shared)
+        )
+        return TraceGraph(nodes, edges, tuple(self.captured), shared, traces)
+
+
+def _identity(event: Event | Node) -> tuple[object, ...]:
+    """Terra's three criteria of equality: type, attributes, executed location."""
+    return (event.function, event.key, event.location, event.kind)
+
+
+def _compatible_outputs(node: Node, event: Event) -> bool:
+    return (
+        node.result == event.result
+        and node.grads == event.grads
+        and node.rebinds == event.rebinds
+        and node.implicit_metas == event.implicit_metas
+        and len(node.outputs) == len(event.outputs)
+        and all(
+            (a.meta, a.value, a.history) == (b.meta, b.value, b.history)
+            for a, b in zip(node.outputs, event.outputs, strict=True)
+        )
+    )
+
+
+def _renumber_ref(ref: object, new_id: dict[int, int]) -> object:
+    if isinstance(ref, Produced):
+        return Produced(new_id[ref.event], ref.output)
+    if isinstance(ref, Computed):
+        return Computed(new_id[ref.event], ref.operation, ref.result)
+    if isinstance(ref, Fed):
+        return Fed(new_id[ref.node], ref.argument)
+    return ref
+
+
+def _renumber_all(refs: Iterable[object], new_id: dict[int, int]) -> tuple[object, ...]:
+    return tuple(_renumber_ref(r, new_id) for r in refs)
+
+
+def _renumber(draft: _Draft, new_id: dict[int, int]) -> Node:
+    alternatives = tuple(
+        Alternative(
+            _renumber_all(a.bindings, new_id),  # type: ignore[arg-type]  # kinds are kept
+            _renumber_all(a.sources, new_id),  # type: ignore[arg-type]  # kinds are kept
+            None if a.path is None else tuple(new_id[n] for n in a.path),
+        )
+        for a in draft.alternatives
+    )
+    return replace(draft.node, id=new_id[draft.node.id], alternatives=alternatives)

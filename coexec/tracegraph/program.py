@@ -1,0 +1,162 @@
+"""The flat program of a whole iteration, which GraphRunners execute.
+
+In:  a TraceGraph, lowered by `coexec.tracegraph.symbolic`.
+Out: instructions over registers. Two interpreters run them: the native GraphRunner, and the
+     reference in `coexec.runners.interpreter`.
+
+A register is written at most once in an iteration. Messages from the PythonRunner arrive in program
+order: what it fed, and which case it took. Fetched values have slots, because Python may look at a
+value or not.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from coexec.tracegraph.graph import Captured, Fed
+
+
+@dataclass(frozen=True, slots=True)
+class Reg:
+    """In the arguments of a `Call`: the value of register `index`."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"r{self.index}"
+
+
+class When(enum.IntEnum):
+    """When a call runs: as soon as it can, or after the iteration has been validated."""
+
+    NOW = 0
+    COMMIT = 1
+    COMMIT_LAST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Calls an ATen operation; `args` follow its schema, `outs` its flattened tensor results."""
+
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    outs: tuple[int | None, ...]
+    when: When
+    location: int
+    release: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Waits for a tensor or number from the PythonRunner; `example` describes a tensor."""
+
+    out: int
+    example: Any
+    location: int
+    release: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Publishes a register as fetch `slot`; as a copy if the memory is written later on."""
+
+    slot: int
+    source: int
+    copy: bool
+    location: int
+    release: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copies references from registers to registers."""
+
+    outs: tuple[int, ...]
+    sources: tuple[int, ...]
+    release: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Waits for a number from the PythonRunner and goes on at that target (Terra's Case Select)."""
+
+    targets: tuple[int, ...]
+    purpose: str
+    release: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """Goes on elsewhere."""
+
+    target: int
+    release: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Runs a compiled block on registers."""
+
+    library: Any
+    sources: tuple[int, ...]
+    outs: tuple[int | None, ...]
+    release: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Waits until the PythonRunner has validated the iteration, then runs the calls put off to it."""
+
+    release: tuple[int, ...] = ()
+
+
+Instruction = Call | Feed | Fetch | Move | Switch | Jump | Compiled | Commit
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """What the PythonRunner sends at a node, in this order.
+
+    Attributes:
+        select: number of the alternative to send, for each alternative; None when it makes no difference.
+        feeds: tensor arguments to send, for each alternative.
+        numbers: number slots to send, with the transform of each.
+        fetches: fetch slot of each tensor argument of a fetch; None where `direct` has it.
+        outputs: register of each output.
+    """
+
+    select: tuple[int, ...] | None
+    feeds: tuple[tuple[int, ...], ...]
+    numbers: tuple[tuple[int, str], ...]
+    fetches: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Instructions, and what both runners have to know to meet.
+
+    Attributes:
+        captured: register of each captured external tensor that the program reads.
+        plans: what to send at each node.
+        edges: numbers to send when an edge of the TraceGraph is taken.
+        rebased: outputs that view an external tensor through its shadow: (node, output) -> which.
+        shadowed: external tensors that are written before the commit, on a copy.
+        random: whether it draws random numbers.
+        blocks: (first, last + 1) of every stretch of instructions without control flow.
+    """
+
+    instructions: tuple[Instruction, ...]
+    registers: int
+    captured: dict[int, int]
+    plans: tuple[NodePlan, ...]
+    edges: dict[tuple[int, int], tuple[int, ...]]
+    fetch_slots: int
+    rebased: dict[tuple[int, int], Captured | Fed]
+    shadowed: frozenset[Captured | Fed]
+    random: bool
+    blocks: tuple[tuple[int, int], ...] = field(default=())

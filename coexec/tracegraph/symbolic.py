@@ -1,0 +1,501 @@
+"""From a TraceGraph to the program of a whole iteration.
+
+In:  a (live) TraceGraph.
+Out: a `Program`: the switch-cases of Algorithm 1 in order, each basic block as a stretch of
+     instructions with feeds and fetches where the program has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import networkx as nx
+import torch
+
+from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
+from coexec.tracegraph.graph import Captured, Fed, FedNumber, Node, NodeSource, TraceGraph
+from coexec.tracegraph.hazards import Access, schedule
+from coexec.tracegraph.program import (
+    Call,
+    Commit,
+    Feed,
+    Fetch,
+    Instruction,
+    Jump,
+    Move,
+    NodePlan,
+    Program,
+    Reg,
+    Switch,
+    When,
+)
+from coexec.tracegraph.trace import Computed, Constant, Input, Kind, Local, Result, TensorMeta
+
+RANDOM_STATE = -1  # stands for the default generators' state among memory
+
+
+class SharedShadow(Exception):
+    """External tensors that share memory would need a shadow (reason CX0115)."""
+
+
+def lower(graph: TraceGraph) -> Program:
+    """Translates a TraceGraph into a program.
+
+    Raises:
+        SharedShadow: if memory that several external tensors share is written and looked at.
+    """
+    return _Lowering(graph).run()
+
+
+@dataclass
+class _Emitted:
+    """An instruction with what the hazard analysis has to know about it."""
+
+    instruction: Instruction
+    uses: frozenset[int] = frozenset()  # registers
+    defines: frozenset[int] = frozenset()  # registers
+    writes: frozenset[int] = frozenset()  # registers whose memory it writes
+    random: bool = False
+
+
+@dataclass
+class _Lowering:
+    graph: TraceGraph
+    registers: int = 0
+    values: dict[NodeSource, int] = field(default_factory=dict)
+    emitted: list[_Emitted] = field(default_factory=list)
+    captured: dict[int, int] = field(default_factory=dict)
+    externals: dict[Captured | Fed, int] = field(default_factory=dict)  # -> register
+    plans: dict[int, NodePlan] = field(default_factory=dict)
+    edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    fetch_slots: int = 0
+    random: bool = False
+
+    def run(self) -> Program:
+        self.union = nx.utils.UnionFind()
+        for group in self.graph.shared:
+            self.union.union(*group)
+        self.needed = {
+            s for n in self.graph.nodes for a in n.alternatives for s in a.sources if isinstance(s, Fed)
+        }
+        self.metas = _external_metas(self.graph)
+        for switch_case in assign_cases(self.graph.edges):
+            self._switch_case(switch_case)
+        return self._finish()
+
+    # --- control flow ---
+
+    def _switch_case(self, switch_case: SwitchCase) -> None:
+        start = len(self.emitted)
+        for case in switch_case.cases:
+            self._case(case)
+        straight = all(isinstance(e.instruction, Fetch) for e in self.emitted[start:])
+        if len(switch_case.cases) == 1 or straight:
+            return
+        # Emitted in a row so far: put the switch in front and a jump behind each case.
+        rows, self.emitted[start:] = self.emitted[start:], []
+        boundaries = self.boundaries[-len(switch_case.cases) :]
+        cases = [rows[a - start : b - start] for a, b in boundaries]
+        shift = start + 1
+        targets = []
+        end = shift + sum(len(c) + 1 for c in cases)
+        body: list[_Emitted] = []
+        for index, (case, rows_of_case) in enumerate(zip(switch_case.cases, cases, strict=True)):
+            targets.append(shift + len(body))
+            offset = shift + len(body) - boundaries[index][0]
+            body += [replace(e, instruction=_shifted(e.instruction, offset)) for e in rows_of_case]
+            body.append(_Emitted(Jump(end)))
+            for edge in case.control_edges:
+                self.edges.setdefault(edge, []).append(index)
+        self.emitted.append(_Emitted(Switch(tuple(targets), "case")))
+        self.emitted += body
+
+    boundaries: list[tuple[int, int]] = field(default_factory=list)
+
+    def _case(self, case: Case) -> None:
+        first = len(self.emitted)
+        for node in case.block:
+            self._node(self.graph.nodes[node])
+        self.boundaries.append((first, len(self.emitted)))
+
+    # --- nodes ---
+
+    def _node(self, node: Node) -> None:
+        sources, select, feeds = self._sources(node)
+        numbers = self._numbers(node)
+        if node.kind is Kind.FETCH:
+            slots = []
+            for value in node.result:
+                slots.append(self.fetch_slots)
+                register = sources[value.index]
+                fetch = Fetch(self.fetch_slots, register, False, node.location)
+                self.emitted.append(_Emitted(fetch, uses=frozenset({register})))
+                self.fetch_slots += 1
+            self.plans[node.id] = NodePlan(select, feeds, (), tuple(slots), ())
+            return
+        locals_: dict[tuple[int, int], int] = {}
+        for index, operation in enumerate(node.operations):
+            for number, result in enumerate(operation.results):
+                if result is not None:
+                    register = self._register()
+                    locals_[index, number] = register
+                    self.values[Computed(node.id, index, number)] = register
+            self._operation(node, index, sources, locals_, numbers)
+        outputs = tuple(self._resolve(o.value, sources, locals_) for o in node.outputs)
+        self.plans[node.id] = NodePlan(select, feeds, tuple(numbers), (), outputs)
+
+    def _sources(
+        self, node: Node
+    ) -> tuple[list[int], tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
+        """Registers of the node's sources, binding what has to be bound first."""
+        feeds = tuple(
+            tuple(i for i, b in enumerate(a.bindings) if b == Fed(node.id, i) and b in self.needed)
+            for a in node.alternatives
+        )
+        for alternative in node.alternatives:
+            for source in alternative.sources:
+                self._bind_captured(source)
+        if len({(a.sources, f) for a, f in zip(node.alternatives, feeds, strict=True)}) == 1:
+            for argument in feeds[0]:
+                self._feed(Fed(node.id, argument), node.location)
+            return [self._source(s) for s in node.alternatives[0].sources], None, feeds
+        return self._phi(node, feeds), tuple(range(len(node.alternatives))), feeds
+
+    def _phi(self, node: Node, feeds: tuple[tuple[int, ...], ...]) -> list[int]:
+        merged = [self._register() for _ in node.alternatives[0].sources]
+        switch = len(self.emitted)
+        self.emitted.append(_Emitted(Switch((), "alternative")))
+        targets = []
+        jumps = []
+        for alternative, arguments in zip(node.alternatives, feeds, strict=True):
+            targets.append(len(self.emitted))
+            for argument in arguments:
+                self._feed(Fed(node.id, argument), node.location)
+            registers = [self._source(s) for s in alternative.sources]
+            for out, register in zip(merged, registers, strict=True):
+                self._same_memory(out, register)
+            move = Move(tuple(merged), tuple(registers))
+            self.emitted.append(_Emitted(move, frozenset(registers), frozenset(merged)))
+            jumps.append(len(self.emitted))
+            self.emitted.append(_Emitted(Jump(-1)))
+        self.emitted[switch] = _Emitted(Switch(tuple(targets), "alternative"))
+        for jump in jumps:
+            self.emitted[jump] = _Emitted(Jump(len(self.emitted)))
+        return merged
+
+    def _numbers(self, node: Node) -> dict[tuple[int, str], int]:
+        registers: dict[tuple[int, str], int] = {}
+        for fed in _fed_numbers(tuple(o.args for o in node.operations)):
+            key = (fed.slot, fed.transform)
+            if key not in registers:
+                registers[key] = self._register()
+                example = node.numbers[fed.slot].value
+                if fed.transform != "x" and not isinstance(example, float):
+                    example = float(example) if fed.transform in ("1 / x", "float(x)") else example
+                self.emitted.append(_Emitted(Feed(registers[key], example, node.location)))
+        return registers
+
+    def _operation(
+        self,
+        node: Node,
+        index: int,
+        sources: list[int],
+        locals_: dict[tuple[int, int], int],
+        numbers: dict[tuple[int, str], int],
+    ) -> None:
+        operation = node.operations[index]
+        used: set[int] = set()
+
+        def encode(argument: Any) -> Any:
+            if isinstance(argument, (Input, Local)):
+                register = self._resolve(argument, sources, locals_)
+                used.add(register)
+                return Reg(register)
+            if isinstance(argument, FedNumber):
+                return Reg(numbers[argument.slot, argument.transform])
+            if isinstance(argument, tuple):
+                return tuple(encode(a) for a in argument)
+            return argument
+
+        args = tuple(encode(a) for a in operation.args)
+        outs: list[int | None] = []
+        for number, result in enumerate(operation.results):
+            register = locals_.get((index, number))
+            outs.append(register)
+            if register is not None and isinstance(result, Result) and result.alias is not None:
+                self._same_memory(register, self._resolve(result.alias, sources, locals_))
+        self.random |= operation.random
+        self.emitted.append(
+            _Emitted(
+                Call(operation.target, args, tuple(outs), When.NOW, node.location),
+                uses=frozenset(used),
+                defines=frozenset(o for o in outs if o is not None),
+                writes=frozenset(self._resolve(w, sources, locals_) for w in operation.writes),
+                random=operation.random,
+            )
+        )
+
+    # --- registers and memory ---
+
+    def _register(self) -> int:
+        self.registers += 1
+        return self.registers - 1
+
+    def _same_memory(self, a: int, b: int) -> None:
+        self.union.union(("r", a), ("r", b))
+
+    def _class(self, register: int) -> Any:
+        return self.union[("r", register)]
+
+    def _resolve(self, value: Input | Local, sources: list[int], locals_: dict[tuple[int, int], int]) -> int:
+        return sources[value.index] if isinstance(value, Input) else locals_[value.operation, value.result]
+
+    def _source(self, source: NodeSource) -> int:
+        if isinstance(source, Constant) and source not in self.values:
+            self.values[source] = self._register()
+            call = Call(
+                torch.ops.aten.lift_fresh.default, (source.value,), (self.values[source],), When.NOW, -1
+            )
+            self.emitted.append(_Emitted(call, defines=frozenset({self.values[source]})))
+        return self.values[source]
+
+    def _bind_captured(self, source: NodeSource) -> None:
+        if isinstance(source, Captured) and source not in self.values:
+            register = self._register()
+            self.values[source] = self.externals[source] = register
+            self.captured[source.index] = register
+            self.union.union(("r", register), source)
+
+    def _feed(self, fed: Fed, location: int) -> None:
+        register = self._register()
+        self.values[fed] = self.externals[fed] = register
+        self.union.union(("r", register), fed)
+        self.emitted.append(_Emitted(Feed(register, self.metas[fed], location)))
+
+    # --- the end ---
+
+    def _finish(self) -> Program:
+        kept = self._kept()
+        self._drop_dead(kept)
+        classes = {self._class(r) for r in range(self.registers)}
+        memory = {c: i for i, c in enumerate(sorted(classes, key=repr))}
+        external = frozenset(memory[self._class(r)] for r in self.externals.values())
+        accesses = [self._access(e, memory) for e in self.emitted]
+        plan = schedule(accesses, external)
+        written_later: set[int] = set()
+        for emitted, access, deferred in reversed(
+            list(zip(self.emitted, accesses, plan.deferred, strict=True))
+        ):
+            if isinstance(emitted.instruction, Fetch) and access.reads & written_later:
+                emitted.instruction = replace(emitted.instruction, copy=True)
+            if deferred and isinstance(emitted.instruction, Call):
+                emitted.instruction = replace(emitted.instruction, when=When.COMMIT)
+            written_later |= access.writes
+        shadowed = {ref for ref, r in self.externals.items() if memory[self._class(r)] in plan.shadowed}
+        if len({self._class(self.externals[s]) for s in shadowed}) != len(shadowed):
+            raise SharedShadow
+        instructions = self._with_shadows(shadowed)
+        instructions.append(Commit())
+        rebased = {
+            (node, output): ref
+            for node, p in self.plans.items()
+            for output, register in enumerate(p.outputs)
+            for ref in shadowed
+            if self._class(register) == self._class(self.externals[ref])
+        }
+        plans = tuple(self.plans.get(n.id, NodePlan(None, (), (), (), ())) for n in self.graph.nodes)
+        return Program(
+            instructions=tuple(_with_releases(instructions, kept)),
+            registers=self.registers,
+            captured=dict(self.captured),
+            plans=plans,
+            edges={e: tuple(m) for e, m in self.edges.items()},
+            fetch_slots=self.fetch_slots,
+            rebased=rebased,
+            shadowed=frozenset(shadowed),
+            random=self.random,
+            blocks=_blocks(instructions),
+        )
+
+    def _kept(self) -> set[int]:
+        """Registers that Python may want when the iteration has ended."""
+        return {
+            plan.outputs[i]
+            for node, plan in self.plans.items()
+            for i, o in enumerate(self.graph.nodes[node].outputs)
+            if o.kept or any(g.output == i for g in self.graph.nodes[node].grads)
+        }
+
+    def _drop_dead(self, kept: set[int]) -> None:
+        """Takes calls out whose results nobody reads and that write nothing; jumps stay where they are."""
+        alive = set(kept)
+        for emitted in reversed(self.emitted):
+            call = emitted.instruction
+            if (
+                isinstance(call, Call)
+                and not emitted.writes
+                and not emitted.random
+                and not emitted.defines & alive
+            ):
+                emitted.instruction = Move((), ())
+                emitted.uses = emitted.defines = frozenset()
+            alive |= emitted.uses
+
+    def _access(self, emitted: _Emitted, memory: dict[Any, int]) -> Access:
+        state = frozenset({RANDOM_STATE}) if emitted.random else frozenset()
+        return Access(
+            reads=frozenset(memory[self._class(u)] for u in emitted.uses) | state,
+            writes=frozenset(memory[self._class(w)] for w in emitted.writes) | state,
+            uses=emitted.uses,
+            defines=emitted.defines,
+            immediate=isinstance(emitted.instruction, (Fetch, Move)),
+        )
+
+    def _with_shadows(self, shadowed: set[Captured | Fed]) -> list[Instruction]:
+        """Replaces shadowed external tensors by copies, made where they are bound."""
+        if not shadowed:
+            return [e.instruction for e in self.emitted]
+        shadow = {self.externals[ref]: self._register() for ref in shadowed}
+        renamed = [_renamed(e.instruction, shadow) for e in self.emitted]
+        out: list[list[Instruction]] = [[i] for i in renamed]
+        prologue: list[Instruction] = []
+        for register, copy in shadow.items():
+            pair: list[Instruction] = [
+                Call(torch.ops.aten.clone.default, (Reg(register), None), (copy,), When.NOW, -1),
+                Call(
+                    torch.ops.aten.copy_.default,
+                    (Reg(register), Reg(copy), False),
+                    (None,),
+                    When.COMMIT_LAST,
+                    -1,
+                ),
+            ]
+            at = next((i for i, e in enumerate(renamed) if isinstance(e, Feed) and e.out == register), None)
+            if at is None:
+                prologue += pair
+            else:
+                out[at] += pair
+        starts = []
+        position = len(prologue)
+        for group in out:
+            starts.append(position)
+            position += len(group)
+        starts.append(position)
+        return prologue + [_retargeted(i, starts) for group in out for i in group]
+
+
+def _external_metas(graph: TraceGraph) -> dict[Fed, TensorMeta]:
+    metas: dict[Fed, TensorMeta] = {}
+    for node in graph.nodes:
+        arguments: tuple[TensorMeta, ...] = node.key[2]  # type: ignore[index]  # made by the recorder
+        for index, meta in enumerate(arguments):
+            metas[Fed(node.id, index)] = meta
+        for index, meta in enumerate(node.implicit_metas, start=len(arguments)):
+            if meta is not None:
+                metas[Fed(node.id, index)] = meta
+    return metas
+
+
+def _fed_numbers(args: Any) -> Iterator[FedNumber]:
+    if isinstance(args, FedNumber):
+        yield args
+    elif isinstance(args, tuple):
+        for a in args:
+            yield from _fed_numbers(a)
+
+
+def _shifted(instruction: Instruction, offset: int) -> Instruction:
+    if isinstance(instruction, Jump):
+        return Jump(instruction.target + offset)
+    if isinstance(instruction, Switch):
+        return Switch(tuple(t + offset for t in instruction.targets), instruction.purpose)
+    return instruction
+
+
+def _retargeted(instruction: Instruction, starts: list[int]) -> Instruction:
+    if isinstance(instruction, Jump):
+        return Jump(starts[instruction.target])
+    if isinstance(instruction, Switch):
+        return Switch(tuple(starts[t] for t in instruction.targets), instruction.purpose)
+    return instruction
+
+
+def _renamed(instruction: Instruction, names: dict[int, int]) -> Instruction:
+    def rename(argument: Any) -> Any:
+        if isinstance(argument, Reg):
+            return Reg(names.get(argument.index, argument.index))
+        if isinstance(argument, tuple):
+            return tuple(rename(a) for a in argument)
+        return argument
+
+    if isinstance(instruction, Call):
+        return replace(instruction, args=rename(instruction.args))
+    if isinstance(instruction, Fetch):
+        return replace(instruction, source=names.get(instruction.source, instruction.source))
+    if isinstance(instruction, Move):
+        return replace(instruction, sources=tuple(names.get(s, s) for s in instruction.sources))
+    return instruction
+
+
+def _used(instruction: Instruction) -> set[int]:
+    out: set[int] = set()
+
+    def collect(argument: Any) -> None:
+        if isinstance(argument, Reg):
+            out.add(argument.index)
+        elif isinstance(argument, tuple):
+            for a in argument:
+                collect(a)
+
+    if isinstance(instruction, Call):
+        collect(instruction.args)
+    elif isinstance(instruction, Fetch):
+        out.add(instruction.source)
+    elif isinstance(instruction, Move):
+        out |= set(instruction.sources)
+    return out
+
+
+def _with_releases(instructions: list[Instruction], kept: set[int]) -> list[Instruction]:
+    """Drops every register after the last instruction that may read it, unless it is kept."""
+    last: dict[int, int] = {}
+    for position, instruction in enumerate(instructions):
+        put_off = isinstance(instruction, Call) and instruction.when is not When.NOW
+        for register in _used(instruction):
+            last[register] = len(instructions) - 1 if put_off else max(position, last.get(register, 0))
+        for register in _defined(instruction):
+            last.setdefault(register, position)
+    release: dict[int, list[int]] = {}
+    for register, position in last.items():
+        if register not in kept and position < len(instructions) - 1:
+            release.setdefault(position, []).append(register)
+    return [replace(i, release=tuple(release.get(p, ()))) for p, i in enumerate(instructions)]
+
+
+def _defined(instruction: Instruction) -> tuple[int, ...]:
+    if isinstance(instruction, Call):
+        return tuple(o for o in instruction.outs if o is not None)
+    if isinstance(instruction, Feed):
+        return (instruction.out,)
+    if isinstance(instruction, Move):
+        return instruction.outs
+    return ()
+
+
+def _blocks(instructions: list[Instruction]) -> tuple[tuple[int, int], ...]:
+    """Stretches that are entered at the first and left at the last instruction, the commit apart."""
+    leaders = {0, len(instructions) - 1}
+    for position, instruction in enumerate(instructions):
+        if isinstance(instruction, Jump):
+            leaders |= {position, position + 1, instruction.target}
+        elif isinstance(instruction, Switch):
+            leaders |= {position, position + 1, *instruction.targets}
+    cuts = sorted(leaders | {len(instructions)})
+    stretches = []
+    for first, end in zip(cuts, cuts[1:], strict=False):
+        if not isinstance(instructions[first], (Jump, Switch)) and first < end:
+            stretches.append((first, end))
+    return tuple(stretches)
+

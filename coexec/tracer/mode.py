@@ -1,0 +1,55 @@
+"""The function mode of the tracing phase: decides which torch calls are events.
+
+In:  every torch call that Python makes inside of the block.
+Out: events in the recorder; the program itself runs as if the mode were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from coexec.tracegraph import calls, functions
+from coexec.tracer.location import locate
+from coexec.tracer.recorder import Recorder
+
+_UNRECORDED = (
+    functions.PASSIVE
+    | functions.AMBIENT
+    | {functions.GET_GRAD, functions.SET_GRAD, functions.DELETE_GRAD}
+)
+
+
+def is_annotation(function: Callable[..., Any]) -> bool:
+    """Whether a function is an operator that only annotates, as profiler ranges do."""
+    return getattr(function, "__module__", None) == "torch._ops.profiler"
+
+
+class TracingMode(TorchFunctionMode):
+    """Passes torch calls to a recorder, with their location below frame `outermost`."""
+
+    def __init__(self, recorder: Recorder, outermost: FrameType) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self._outermost = outermost
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.run(function, args, kwargs or {}, locate(1, self._outermost))
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+        """Runs a torch call that Python made at `location`."""
+        if function in _UNRECORDED or is_annotation(function):
+            return function(*args, **kwargs)
+        if function in functions.DATA and functions.makes_data(function, bool(calls.flatten(args, kwargs)[0])):
+            return function(*args, **kwargs)
+        if function == functions.GET_GRAD_FN:
+            node = function(*args, **kwargs)
+            if node is not None:
+                self.recorder.fail("CX0109", "the program looks at grad_fn")
+            return node
+        return self.recorder.event(function, args, kwargs, location)

@@ -1,0 +1,599 @@
+"""Records one iteration while it runs eagerly, at both levels.
+
+In:  events, through `Tracer.event`; ATen operations inside of them, through a `TorchDispatchMode`.
+Out: a `Trace`, or the cause why the iteration cannot be described by one.
+
+Tensors are known by their memory and geometry at the dispatcher level, and by object at the function
+level. Nothing here keeps a tensor, a storage or a frame of the program alive.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coexec._private import ENGINE_CODE, MODE_WRAPPER_FILES, TORCH_DIRECTORY, storage_of
+from coexec.reasons import Cause, cause
+from coexec.tracegraph import calls, functions
+from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.trace import (
+    Binding,
+    Computed,
+    Constant,
+    Event,
+    External,
+    ExternalTensor,
+    Grad,
+    Input,
+    Kind,
+    Local,
+    Operation,
+    Output,
+    Produced,
+    Result,
+    Source,
+    TensorMeta,
+    Trace,
+    Value,
+)
+from coexec.tracer.identities import Identities
+from coexec.tracer.location import describe
+
+Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
+
+
+class Untraceable(Exception):
+    """The iteration cannot be described by a trace; carries the cause."""
+
+    def __init__(self, id_: str, detail: str) -> None:
+        super().__init__(detail)
+        self.id = id_
+        self.detail = detail
+
+
+@dataclass
+class _Known:
+    """A tensor object that took part in the iteration."""
+
+    reference: weakref.ref[torch.Tensor]
+    binding: Binding
+    meta: TensorMeta
+    history: str | None
+
+
+@dataclass
+class _OpenEvent:
+    """The event that is running."""
+
+    index: int
+    function: Callable[..., Any]
+    arguments: list[torch.Tensor]
+    backward: bool
+    fetch: bool
+    sources: list[Source] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+
+
+class Recorder(TorchDispatchMode):
+    """Records one iteration. Enter it for the time of the block; `event` runs each torch call."""
+
+    def __init__(self, identities: Identities) -> None:
+        super().__init__()
+        self._identities = identities
+        self._events: list[Event] = []
+        self._externals: list[ExternalTensor] = []
+        self._known: dict[int, _Known] = {}
+        self._storages: dict[int, Any] = {}  # cdata -> weak reference, which keeps the number unique
+        self._values: dict[Geometry, Source] = {}
+        self._roots: dict[int, tuple[Geometry, bool]] = {}  # memory -> its first value, from outside?
+        self._open: _OpenEvent | None = None
+        self._outputs: list[tuple[int, int]] = []
+        self._consumed: set[Any] = set()
+        self.cause: Cause | None = None
+        self.location = -1
+
+    # --- function level ---------------------------------------------------------------------
+
+    def event(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        location: int,
+        adopt: Callable[[Any], Any] = lambda returned: returned,
+    ) -> Any:
+        """Runs a torch call eagerly and records it.
+
+        Args:
+            function: what Python called.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            location: where it was called.
+            adopt: what it returned, to be returned and recorded instead.
+        """
+        if self.cause is not None:
+            return adopt(function(*args, **kwargs))
+        self.location = location
+        try:
+            prepared = self._prepare(function, args, kwargs)
+        except Untraceable as e:
+            self.fail(e.id, e.detail)
+            return adopt(function(*args, **kwargs))
+        try:
+            returned = adopt(function(*args, **kwargs))
+            if self.cause is None:
+                self._complete(prepared, returned)
+        except Untraceable as e:
+            self.fail(e.id, e.detail)
+        except BaseException:
+            self.fail("CX0002", f"{functions.name_of(function)} raised")
+            raise
+        finally:
+            self._open = None
+        return returned
+
+    def fail(self, id_: str, detail: str) -> None:
+        """Gives the recording up; the program goes on eagerly."""
+        if self.cause is None:
+            self.cause = cause(id_, detail, describe(self.location))
+
+    def _prepare(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Prepared:
+        tensors, numbers, key = calls.flatten(args, kwargs)
+        if calls.has_opaque_data(key):
+            raise Untraceable("CX0110", f"{functions.name_of(function)} got an object it could only compare by identity")
+        inputs = [self._bind(t) for t in tensors]
+        metas = [calls.meta_of(t) for t in tensors]
+        backward = function in functions.BACKWARD
+        leaves = self._leaves() if backward else []
+        if backward and not (kwargs.get("retain_graph") or kwargs.get("create_graph")):
+            self._consume(tensors)
+        fetch = functions.fetches(function, args)
+        self._open = _OpenEvent(len(self._events), function, tensors, backward, fetch)
+        return _Prepared(
+            function=function,
+            kind=Kind.FETCH if fetch else Kind.COMPUTE,
+            key=(key, ambient(own_modes=1), tuple(metas)),
+            numbers=tuple(numbers),
+            tensors=tensors,
+            inputs=inputs,
+            metas=metas,
+            histories=[_history(t) for t in tensors],
+            leaves=leaves,
+        )
+
+    def _complete(self, p: _Prepared, returned: Any) -> None:
+        event = self._open
+        assert event is not None
+        if p.kind is Kind.FETCH:
+            result: Any = tuple(self._value(t) for t in p.tensors)
+            outputs, grads, rebinds, implicit, metas = [], [], [], [], []
+        else:
+            outputs = []
+            new: list[torch.Tensor] = []
+            result = calls.template(returned, lambda leaf: self._returned(leaf, p.tensors, new))
+            outputs += new
+            rebinds = self._rebinds(p, outputs)
+            implicit, metas, grads = self._new_grads(p, outputs)
+        index = len(self._events)
+        recorded_outputs = []
+        for number, tensor in enumerate(outputs):
+            value = self._value(tensor)
+            meta = calls.meta_of(tensor)
+            recorded_outputs.append(
+                Output(meta, value, _history(tensor), kept=False, uid=self._identities.uid(tensor))
+            )
+            self._known[id(tensor)] = _Known(weakref.ref(tensor), Produced(index, number), meta, _history(tensor))
+            self._outputs.append((index, number))
+        self._events.append(
+            Event(
+                kind=p.kind,
+                function=p.function,
+                name=functions.name_of(p.function),
+                key=p.key,
+                location=self.location,
+                numbers=p.numbers,
+                inputs=tuple(p.inputs) + tuple(implicit),
+                implicit_metas=tuple(metas),
+                sources=tuple(event.sources),
+                operations=tuple(event.operations),
+                outputs=tuple(recorded_outputs),
+                grads=tuple(grads),
+                rebinds=tuple(rebinds),
+                result=result,
+                backward=event.backward,
+            )
+        )
+
+    def _bind(self, tensor: torch.Tensor) -> Binding:
+        known = self._known.get(id(tensor))
+        if known is not None and known.reference() is tensor:
+            if calls.meta_of(tensor) != known.meta or _history(tensor) != known.history:
+                raise Untraceable("CX0103", "its metadata is not what the call that made it left")
+            return known.binding
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not isinstance(
+            tensor, torch.nn.Parameter
+        ):
+            raise Untraceable("CX0107", f"{type(tensor).__name__} is a tensor subclass")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise Untraceable("CX0107", f"a tensor has layout {tensor.layout}")
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise Untraceable("CX0104", "a tensor with autograd history was made before the block")
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise Untraceable("CX0112", "a tensor has hooks")
+        return self._external(tensor)
+
+    def _external(self, tensor: torch.Tensor) -> External:
+        geometry = _geometry(tensor)
+        storage = self._keep_storage(tensor)
+        if storage in self._roots and not self._roots[storage][1]:
+            raise Untraceable("CX0101", "a tensor that shares memory with computed ones appeared")
+        external = External(len(self._externals))
+        self._externals.append(
+            ExternalTensor(
+                self._identities.uid(tensor), storage, calls.meta_of(tensor), isinstance(tensor, torch.nn.Parameter)
+            )
+        )
+        self._roots.setdefault(storage, (geometry, True))
+        self._values.setdefault(geometry, external)
+        self._known[id(tensor)] = _Known(weakref.ref(tensor), external, calls.meta_of(tensor), None)
+        return external
+
+    def _returned(self, leaf: Any, arguments: list[torch.Tensor], new: list[torch.Tensor]) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            if leaf is None:
+                return None
+            raise Untraceable("CX0109", f"{self._name()} returns a {type(leaf).__name__}")
+        for index, argument in enumerate(arguments):
+            if argument is leaf:
+                return calls.SameTensor(index)
+        for index, other in enumerate(new):
+            if other is leaf:
+                return calls.NewTensor(index)
+        known = self._known.get(id(leaf))
+        if known is not None and known.reference() is leaf:
+            raise Untraceable("CX0109", f"{self._name()} returned a tensor that was not among its arguments")
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+            raise Untraceable("CX0107", f"{self._name()} returns a {type(leaf).__name__} of layout {leaf.layout}")
+        new.append(leaf)
+        return calls.NewTensor(len(new) - 1)
+
+    def _rebinds(self, p: _Prepared, outputs: list[torch.Tensor]) -> list[tuple[int, int]]:
+        rebinds = []
+        for index, (tensor, meta, history) in enumerate(zip(p.tensors, p.metas, p.histories, strict=True)):
+            if calls.meta_of(tensor) == meta and _history(tensor) == history:
+                continue
+            if isinstance(p.inputs[index], External):
+                raise Untraceable("CX0108", f"{self._name()} changes an external tensor's attributes")
+            if not any(tensor is o for o in outputs):
+                rebinds.append((index, len(outputs)))
+                outputs.append(tensor)
+        return rebinds
+
+    # --- backward -----------------------------------------------------------------------------
+
+    def _leaves(self) -> list[tuple[torch.Tensor, torch.Tensor | None, int]]:
+        leaves = []
+        for known in list(self._known.values()):
+            tensor = known.reference()
+            if tensor is not None and tensor.is_leaf and tensor.requires_grad:
+                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                    raise Untraceable("CX0112", "a leaf tensor has hooks")
+                grad = tensor.grad
+                leaves.append((tensor, grad, -1 if grad is None else grad._version))
+        return leaves
+
+    def _new_grads(
+        self, p: _Prepared, outputs: list[torch.Tensor]
+    ) -> tuple[list[Binding], list[TensorMeta | None], list[Grad]]:
+        implicit: list[Binding] = []
+        metas: list[TensorMeta | None] = []
+        grads: list[Grad] = []
+        for leaf, before, version in p.leaves:
+            after = leaf.grad
+            if after is before and (after is None or after._version == version):
+                continue
+            position = len(p.tensors) + len(implicit)
+            implicit.append(self._known[id(leaf)].binding)
+            implicit.append(None if before is None else self._bind_grad(before))
+            metas += [calls.meta_of(leaf), None if before is None else calls.meta_of(before)]
+            if after is not before and after is not None:
+                grads.append(Grad(position, len(outputs)))
+                outputs.append(after)
+        return implicit, metas, grads
+
+    def _bind_grad(self, grad: torch.Tensor) -> Binding:
+        known = self._known.get(id(grad))
+        return known.binding if known is not None and known.reference() is grad else self._external(grad)
+
+    def _consume(self, roots: list[torch.Tensor]) -> None:
+        stack = [t.grad_fn for t in roots if t.grad_fn is not None]
+        while stack:
+            node = stack.pop()
+            if node in self._consumed:
+                continue
+            self._consumed.add(node)
+            stack += [n for n, _ in node.next_functions if n is not None]
+
+    # --- dispatcher level -----------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.cause is not None or function.namespace in functions.ANNOTATING_NAMESPACES:
+            return function(*args, **kwargs)
+        try:
+            encoded = self._before_operation(function, args, kwargs)
+        except Untraceable as e:
+            self.fail(e.id, e.detail)
+            return function(*args, **kwargs)
+        returned = function(*args, **kwargs)
+        if encoded is not None:
+            try:
+                self._after_operation(function, encoded, returned)
+            except Untraceable as e:
+                self.fail(e.id, e.detail)
+        return returned
+
+    def _before_operation(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
+        event = self._open
+        if event is None:
+            tracked = any(
+                t.layout is torch.strided and t.untyped_storage()._cdata in self._storages
+                for t in _tensors((args, kwargs))
+            )
+            if tracked or torch.Tag.nondeterministic_seeded in function.tags:
+                raise Untraceable("CX0101", f"{function} ran outside of a call that coexec sees")
+            return None
+        if event.fetch:
+            return None
+        self._check_frames(event)
+        tags = function.tags
+        if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+            raise Untraceable("CX0106", f"{function} inside of {self._name()}")
+        positional = _positional(function, args, kwargs)
+        return tuple(self._encode(a, function) for a in positional), list(_tensors(positional))
+
+    def _after_operation(self, function: Any, encoded: Any, returned: Any) -> None:
+        event = self._open
+        assert event is not None
+        args, tensors = encoded
+        number = len(event.operations)
+        results: list[Result | None] = []
+        fresh: list[tuple[Geometry, Local]] = []
+        for index, tensor in enumerate(_flat(returned if function._schema.returns else ())):
+            if tensor is None:
+                results.append(None)
+                continue
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                raise Untraceable("CX0107", f"{function} returned a {type(tensor).__name__}")
+            geometry = _geometry(tensor)
+            if geometry in self._values and self._is_live(tensor):
+                results.append(None)
+                continue
+            storage = self._keep_storage(tensor)
+            alias = None
+            if storage in self._roots:
+                base = next((t for t in tensors if t.untyped_storage()._cdata == storage), None)
+                if base is None:
+                    raise Untraceable("CX0111", f"{function} returned memory that was not among its arguments")
+                alias = self._lookup(base)
+            else:
+                self._roots[storage] = (geometry, False)
+            results.append(Result(calls.meta_of(tensor), alias))
+            fresh.append((geometry, Local(number, index)))
+        for geometry, local in fresh:
+            self._values[geometry] = Computed(event.index, local.operation, local.result)
+        event.operations.append(
+            Operation(
+                function, args, tuple(results), self._writes(function, args),
+                torch.Tag.nondeterministic_seeded in function.tags,
+            )
+        )
+
+    def _writes(self, function: Any, args: tuple[Any, ...]) -> tuple[Value, ...]:
+        positions = [i for i, a in enumerate(function._schema.arguments) if a.alias_info and a.alias_info.is_write]
+        hidden = functions.HIDDEN_WRITES.get(function._schema.name)
+        if hidden is not None and hidden[1](args):
+            positions += hidden[0]
+        return tuple(v for i in positions for v in _values_in(args[i]))
+
+    def _check_frames(self, event: _OpenEvent) -> None:
+        """Python code that runs between an event's call and its operations is not ours to skip."""
+        frame = sys._getframe(3)
+        while frame.f_code.co_filename.startswith(MODE_WRAPPER_FILES):
+            frame = frame.f_back  # type: ignore[assignment]  # the event's own frame is below
+        if event.backward:
+            if frame.f_code is not ENGINE_CODE and _below_engine(frame):
+                raise Untraceable("CX0102", f"Python code of {frame.f_code.co_name} in the backward pass")
+            return
+        while frame is not None and frame.f_code is not Recorder.event.__code__:
+            if not frame.f_code.co_filename.startswith(TORCH_DIRECTORY):
+                raise Untraceable("CX0102", f"{frame.f_code.co_name} inside of {self._name()}")
+            frame = frame.f_back  # type: ignore[assignment]
+
+    # --- values -----------------------------------------------------------------------------------
+
+    def _encode(self, argument: Any, function: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self._lookup(argument, function)
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._encode(a, function) for a in argument)
+        if isinstance(argument, float) and argument != argument:
+            return calls.NAN
+        return argument
+
+    def _lookup(self, tensor: torch.Tensor, function: Any = None) -> Value:
+        """The event's name for a tensor that one of its operations reads."""
+        if tensor.layout is not torch.strided:
+            raise Untraceable("CX0107", f"{function} reads a tensor of layout {tensor.layout}")
+        geometry = _geometry(tensor)
+        if geometry in self._values and self._is_live(tensor):
+            return self._refer(self._values[geometry])
+        storage = geometry[0]
+        if storage in self._roots and self._is_live(tensor):
+            return self._view(tensor, geometry)
+        return self._constant(tensor, geometry, function)
+
+    def _view(self, tensor: torch.Tensor, geometry: Geometry) -> Value:
+        """Memory that is known, in a geometry that no operation made: an `as_strided` of it."""
+        event = self._open
+        assert event is not None
+        root, _ = self._roots[geometry[0]]
+        if root[4:] != geometry[4:]:
+            raise Untraceable("CX0111", "memory is read with another dtype than it was made with")
+        base = self._refer(self._values[root])
+        local = Local(len(event.operations), 0)
+        args = (base, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        meta = replace(calls.meta_of(tensor), requires_grad=False, is_leaf=True)
+        event.operations.append(
+            Operation(torch.ops.aten.as_strided.default, args, (Result(meta, base),), (), False)
+        )
+        self._values[geometry] = Computed(event.index, local.operation, 0)
+        return local
+
+    def _constant(self, tensor: torch.Tensor, geometry: Geometry, function: Any) -> Value:
+        event = self._open
+        assert event is not None
+        if event.backward or tensor.numel() > 65536 or tensor.requires_grad:
+            raise Untraceable("CX0111", f"{function} inside of {self._name()}")
+        constant = Constant(tensor.detach().clone())
+        self._keep_storage(tensor)
+        self._roots[geometry[0]] = (geometry, False)
+        self._values[geometry] = constant
+        return self._refer(constant)
+
+    def _refer(self, source: Source) -> Value:
+        event = self._open
+        assert event is not None
+        if isinstance(source, Computed) and source.event == event.index:
+            return Local(source.operation, source.result)
+        if source not in event.sources:
+            event.sources.append(source)
+        return Input(event.sources.index(source))
+
+    def _value(self, tensor: torch.Tensor) -> Value:
+        return self._lookup(tensor, None)
+
+    def _keep_storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        cdata: int = storage._cdata
+        held = self._storages.get(cdata)
+        if held is None:
+            self._storages[cdata] = storage_of(tensor)
+        return cdata
+
+    def _is_live(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def _name(self) -> str:
+        assert self._open is not None
+        return functions.name_of(self._open.function)
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def finish(self) -> Trace | None:
+        """The trace of the iteration, or None when `cause` says why there is none."""
+        if self.cause is not None:
+            return None
+        kept: set[tuple[int, int]] = set()
+        for known in self._known.values():
+            tensor = known.reference()
+            if tensor is None or not isinstance(known.binding, Produced):
+                continue
+            if tensor.requires_grad and not tensor.is_leaf and tensor.grad_fn not in self._consumed:
+                self.location = self._events[known.binding.event].location
+                self.fail("CX0105", f"a result of {self._events[known.binding.event].name} is still differentiable")
+                return None
+            kept.add((known.binding.event, known.binding.output))
+        events = tuple(
+            replace(e, outputs=tuple(replace(o, kept=(i, j) in kept) for j, o in enumerate(e.outputs)))
+            for i, e in enumerate(self._events)
+        )
+        return Trace(events, tuple(self._externals))
+
+
+@dataclass
+class _Prepared:
+    """What is known of an event before its function runs."""
+
+    function: Callable[..., Any]
+    kind: Kind
+    key: Any
+    numbers: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+    inputs: list[Binding]
+    metas: list[TensorMeta]
+    histories: list[str | None]
+    leaves: list[tuple[torch.Tensor, torch.Tensor | None, int]]
+
+
+def _geometry(tensor: torch.Tensor) -> Geometry:
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _history(tensor: torch.Tensor) -> str | None:
+    node = tensor.grad_fn
+    return None if node is None else type(node).__name__
+
+
+def _below_engine(frame: Any) -> bool:
+    while frame is not None and frame.f_code is not Recorder.event.__code__:
+        if frame.f_code is ENGINE_CODE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for v in value:
+            yield from _flat(v)
+    else:
+        yield value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    for v in _flat(value):
+        if isinstance(v, torch.Tensor):
+            yield v
+        elif isinstance(v, dict):
+            yield from _tensors(v)
+
+
+def _values_in(argument: Any) -> Iterator[Value]:
+    for v in _flat(argument):
+        if isinstance(v, (Input, Local)):
+            yield v
+
+
+def _positional(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    out = []
+    for index, argument in enumerate(function._schema.arguments):
+        if index < len(args) and not argument.kwarg_only:
+            out.append(args[index])
+        elif argument.name in kwargs:
+            out.append(kwargs[argument.name])
+        else:
+            out.append(argument.default_value)
+    return out
