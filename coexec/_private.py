@@ -61,6 +61,12 @@ def name_node(function: type[torch.autograd.Function], name: str) -> None:
     function._backward_cls.__name__ = name  # type: ignore[attr-defined]  # set by the metaclass
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for another inside of a `torch.func` transform."""
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return wrapped
+
+
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to the tensor's memory; its `cdata` names the memory while it is held."""
     return StorageWeakRef(tensor.untyped_storage())

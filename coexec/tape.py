@@ -20,6 +20,7 @@ from coexec.errors import CommitError, TapeError
 from coexec.options import Options, options
 from coexec.program_state import Phase, ProgramState
 from coexec.programs import state_of
+from coexec.random_watch import RandomWatch
 from coexec.reasons import Cause, cause
 from coexec.runners.fallback import replay
 from coexec.runners.python_runner import Mismatch, PythonRunner
@@ -152,12 +153,15 @@ class _TracingSession(_Session):
         super().__init__(state)
         self.recorder = Recorder(state.identities)
         self.mode = TracingMode(self.recorder, frame)
+        self._watch = RandomWatch(lambda name: self.recorder.fail("CX0118", f"the default generator's {name}"))
+        self._watch.__enter__()
         self.mode.__enter__()
         self.recorder.__enter__()
 
     def end(self, error: BaseException | None) -> None:
         self.recorder.__exit__(None, None, None)
         self.mode.__exit__(None, None, None)
+        self._watch.__exit__(None, None, None)
         self.state.steps["tracing"] += 1
         self.state.running = False
         if error is not None:
@@ -182,12 +186,21 @@ class _CoexecutionSession(_Session):
         self.runner = PythonRunner(
             state.skeleton, state.graph_runner, captured, frame, self._on_mismatch, lazy
         )
+        self._watch = RandomWatch(self._random_state_touched)
+        self._watch.__enter__()
         self.runner.__enter__()
+
+    def _random_state_touched(self, name: str) -> None:
+        detail = f"the default generator's {name}"
+        if not self.runner.fell_back:
+            self.runner.fall_back(Mismatch("CX0118", detail))
+        assert self._recorder is not None
+        self._recorder.fail("CX0118", detail)
 
     def _on_mismatch(self, runner: PythonRunner, mismatch: Mismatch) -> Any:
         """Becomes a tracing session in the middle of the iteration."""
         self._cause = cause(mismatch.id, mismatch.detail, describe(runner.iteration.location))
-        recorder = Recorder(self.state.identities)
+        recorder = Recorder(self.state.identities, own_modes=2 if runner.entered else 1)
         mode = TracingMode(recorder, self._frame)
         if runner.entered:
             recorder.__enter__()
@@ -204,6 +217,7 @@ class _CoexecutionSession(_Session):
         if self._recorder is not None:
             self._recorder.__exit__(None, None, None)
         self.runner.leave()
+        self._watch.__exit__(None, None, None)
         try:
             if not self.runner.fell_back and error is None:
                 try:

@@ -71,6 +71,8 @@ Argument parse_argument(const py::handle& encoded, const c10::TypePtr& type) {
     out.constant = wrapped_number(pair[1].cast<int64_t>());
   } else if (is_tensor_type(type) && py::isinstance<py::float_>(pair[1])) {
     out.constant = wrapped_number(pair[1].cast<double>());
+  } else if (is_tensor_type(type) && PyComplex_Check(pair[1].ptr())) {
+    out.constant = wrapped_number(pair[1].cast<c10::complex<double>>());
   } else {
     out.constant = torch::jit::toIValue(pair[1], type);
   }

@@ -299,6 +299,10 @@ void Runner::call(const Instruction& instruction) {
     instruction.op->callBoxed(stack);
   } catch (const Cancelled&) {
     throw;
+  } catch (const c10::Error& e) {
+    throw std::runtime_error(
+        instruction.op->schema().name() + " failed in the GraphRunner (from " + instruction.where +
+        "): " + e.what_without_backtrace());
   } catch (const std::exception& e) {
     throw std::runtime_error(
         instruction.op->schema().name() + " failed in the GraphRunner (from " + instruction.where + "): " + e.what());

@@ -290,7 +290,7 @@ class PythonRunner(TorchFunctionMode):
                 it.externals[id(token)] = binding
                 it.fed[binding] = token
         for argument in plan.feeds[index] if plan.feeds else ():
-            send(_unshared(tokens[argument]))
+            send(_unshared(tokens[argument], Fed(node.id, argument) in program.written))
         for slot, transform in plan.numbers:
             send(TRANSFORMS[transform](numbers[slot]))
         it.at = node.id
@@ -382,6 +382,7 @@ class PythonRunner(TorchFunctionMode):
             raise Mismatch("CX0001", "the iteration ended earlier than any trace")
         for message in self.skeleton.program.edges.get((it.at, END), ()):
             self.graph_runner.send(message)
+        self._check_memory()
         alive = self._alive()
         for binding in alive:
             if not graph.nodes[binding.event].outputs[binding.output].kept:
@@ -397,6 +398,21 @@ class PythonRunner(TorchFunctionMode):
         finally:
             self.stall_s += time.perf_counter() - began
         self._publish(alive)
+
+    def _check_memory(self) -> None:
+        """External tensors share memory only as traces have shown, where the program writes to it."""
+        it, program = self.iteration, self.skeleton.program
+        if not program.written:
+            return
+        by_memory: dict[int, list[Captured | Fed]] = {}
+        bound = [(Captured(i), it.captured[i]) for i in program.captured]
+        for ref, tensor in (*bound, *it.fed.items()):
+            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(ref)  # type: ignore[union-attr]
+        for refs in by_memory.values():
+            if len(refs) > 1 and not program.written.isdisjoint(refs):
+                known = any(group.issuperset(refs) for group in self.skeleton.graph.shared)
+                if not known:
+                    raise Mismatch("CX0001", "tensors that are written share memory as in no trace")
 
     def _alive(self) -> list[Produced]:
         """Placeholders that somebody besides this iteration refers to."""
@@ -452,9 +468,9 @@ _NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_o
 _IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getset descriptor
 
 
-def _unshared(token: Token) -> torch.Tensor:
-    """The tensor to feed: a copy where NumPy shares its memory, since Python may write to it meanwhile."""
+def _unshared(token: Token, written: bool) -> torch.Tensor:
+    """The tensor to feed: a copy where NumPy may share its memory, since Python could write to it meanwhile."""
     assert isinstance(token, torch.Tensor)
-    if token.device.type == "cpu" and not token.untyped_storage().resizable():
+    if not written and token.device.type == "cpu" and not token.untyped_storage().resizable():
         return token.detach().clone()
     return token

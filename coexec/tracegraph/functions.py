@@ -28,6 +28,10 @@ def _functions(*names: str) -> set[Callable[..., Any]]:
     return {getattr(torch, n) for n in names if hasattr(torch, n)}
 
 
+def _is_getset(name: str) -> bool:
+    return type(getattr(Tensor, name, None)).__name__ == "getset_descriptor"
+
+
 #: Answered from metadata: they neither read values nor change anything.
 PASSIVE: frozenset[Callable[..., Any]] = frozenset(
     _getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "itemsize", "nbytes")
@@ -38,7 +42,7 @@ PASSIVE: frozenset[Callable[..., Any]] = frozenset(
     | _methods("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg")
     | _methods("__len__", "is_inference", "get_device", "has_names", "is_distributed", "is_same_size")
     | _functions("is_floating_point", "is_complex", "is_conj", "is_neg", "numel", "is_inference", "is_signed")
-    | _functions("get_device", "is_same_size", "result_type")
+    | _functions("get_device", "is_same_size", "result_type", "device")
 )
 
 #: Change or bracket the state around events; the state itself is part of every event's key.
@@ -77,6 +81,16 @@ GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]  # a getset descrip
 SET_GRAD = Tensor.grad.__set__  # type: ignore[attr-defined]
 DELETE_GRAD = Tensor.grad.__delete__  # type: ignore[attr-defined]
 GET_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+
+#: Setters that events can describe; all other setters change what no event shows.
+_SETTERS = ("grad", "data", "requires_grad")
+
+#: Change or show something of a tensor that is neither value nor metadata.
+UNSUPPORTED: frozenset[Callable[..., Any]] = frozenset(
+    {getattr(Tensor, n).__set__ for n in dir(Tensor) if n not in _SETTERS and _is_getset(n)}
+    | _methods("retain_grad", "register_hook", "register_post_accumulate_grad_hook", "share_memory_")
+    | _methods("apply_", "map_", "map2_", "__setstate__", "__reduce_ex__", "resize_", "resize_as_", "set_")
+)
 
 #: Write to arguments although their schema does not say so: positions, and when they do.
 HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], Callable[[tuple[Any, ...]], bool]]] = {

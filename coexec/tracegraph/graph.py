@@ -66,8 +66,12 @@ class NumberSlot:
 
 @dataclass(frozen=True, slots=True)
 class FedNumber:
-    """In an operation's arguments: the event's number `slot`, through `transform`."""
+    """In an operation's arguments: number `slot` of `node`, through `transform`.
 
+    The node is the operation's own, or one before it whose number the backward pass uses.
+    """
+
+    node: int
     slot: int
     transform: str
 

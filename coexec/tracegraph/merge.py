@@ -13,24 +13,25 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import networkx as nx
 
-from coexec.tracegraph.calls import number_class
 from coexec.tracegraph.graph import (
     END,
     START,
     Alternative,
     Captured,
     Fed,
+    FedNumber,
     Node,
     NodeBinding,
     NodeSource,
     NumberSlot,
     TraceGraph,
 )
-from coexec.tracegraph.numbers import unify
-from coexec.tracegraph.trace import Computed, Event, External, Produced, Source, Trace
+from coexec.tracegraph.numbers import unify, unify_slots, varying
+from coexec.tracegraph.trace import Computed, Event, External, Operation, Produced, Source, Trace
 
 
 def merge(traces: Sequence[Trace]) -> TraceGraph:
@@ -102,8 +103,12 @@ class _Builder:
         node = draft.node
         if _identity(event) != _identity(node):
             return False
-        unified = unify(node.operations, node.numbers, event.operations, event.numbers, number_class)
-        if unified is None or not _compatible_outputs(node, event):
+        candidates = varying(candidate, node.numbers, event.numbers)
+        if event.backward:  # it uses numbers of the events before it
+            for before, earlier in zip(path, trace.events, strict=False):
+                candidates += varying(before, self.drafts[before].node.numbers, earlier.numbers)
+        operations = unify(node.operations, event.operations, candidates)
+        if operations is None or not _compatible_outputs(node, event):
             return False
         alternative = self._alternative(candidate, event, path, trace, refs)
         for known in draft.alternatives:
@@ -113,7 +118,7 @@ class _Builder:
                 break
         else:
             draft.alternatives.append(alternative)
-        operations, numbers = unified
+        numbers = unify_slots(node.numbers, event.numbers)
         outputs = tuple(
             replace(a, kept=a.kept or b.kept) for a, b in zip(node.outputs, event.outputs, strict=True)
         )
@@ -265,4 +270,16 @@ def _renumber(draft: _Draft, new_id: dict[int, int]) -> Node:
         )
         for a in draft.alternatives
     )
-    return replace(draft.node, id=new_id[draft.node.id], alternatives=alternatives)
+    operations = tuple(_renumber_operation(o, new_id) for o in draft.node.operations)
+    return replace(draft.node, id=new_id[draft.node.id], alternatives=alternatives, operations=operations)
+
+
+def _renumber_operation(operation: Operation, new_id: dict[int, int]) -> Operation:
+    def renumber(argument: Any) -> Any:
+        if isinstance(argument, FedNumber):
+            return replace(argument, node=new_id[argument.node])
+        if isinstance(argument, tuple):
+            return tuple(renumber(a) for a in argument)
+        return argument
+
+    return replace(operation, args=renumber(operation.args))

@@ -7,9 +7,11 @@ from the event's number is decided by comparing two traces in which it differs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from coexec.tracegraph.calls import number_class
 from coexec.tracegraph.graph import FedNumber, NumberSlot
 from coexec.tracegraph.trace import Number, Operation
 
@@ -30,79 +32,87 @@ def same_number(a: Number, b: Number) -> bool:
     return a == b and (a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b))
 
 
-def _leaves(a: Any, b: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-        for x, y in zip(a, b, strict=True):
-            yield from _leaves(x, y)
-    else:
-        yield a, b
-
-
 def is_number(value: Any) -> bool:
     """Whether a value is a number that could be fed (a bool is not)."""
     return value.__class__ is float or value.__class__ is int
 
 
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """A number that two traces have differently: where it comes from, and both values."""
+
+    node: int
+    slot: int
+    ours: Number
+    theirs: Number
+
+
+def varying(node: int, slots: Sequence[NumberSlot], numbers: Sequence[Number]) -> list[Varying]:
+    """The slots of a node that are fed, or have to be from now on."""
+    return [
+        Varying(node, index, slot.value, number)
+        for index, (slot, number) in enumerate(zip(slots, numbers, strict=True))
+        if slot.classes is not None or not same_number(slot.value, number)
+    ]
+
+
+def unify_slots(slots: Sequence[NumberSlot], numbers: Sequence[Number]) -> tuple[NumberSlot, ...]:
+    """The slots of a node after another trace had `numbers` in them."""
+    out = []
+    for slot, number in zip(slots, numbers, strict=True):
+        if slot.classes is None and same_number(slot.value, number):
+            out.append(slot)
+        else:
+            classes = slot.classes or frozenset({number_class(slot.value)})
+            out.append(NumberSlot(slot.value, classes | {number_class(number)}))
+    return tuple(out)
+
+
 def unify(
     node_operations: Sequence[Operation],
-    node_slots: Sequence[NumberSlot],
     operations: Sequence[Operation],
-    numbers: Sequence[Number],
-    number_class: Callable[[Number], Any],
-) -> tuple[tuple[Operation, ...], tuple[NumberSlot, ...]] | None:
-    """Generalises a node's operations and numbers so that they also describe another trace's event.
+    candidates: Sequence[Varying],
+) -> tuple[Operation, ...] | None:
+    """Generalises a node's operations so that they also describe another trace's event.
 
     Returns:
-        Operations in which varying numbers are `FedNumber`s, and the slots; None when the operations
-        differ in anything else, or in numbers that no known transform explains.
+        Operations in which varying numbers are `FedNumber`s; None when the operations differ in
+        anything else, or in numbers that no transform of a candidate explains.
     """
     if len(node_operations) != len(operations):
         return None
-    differs = [
-        slot.classes is not None or not same_number(slot.value, number)
-        for slot, number in zip(node_slots, numbers, strict=True)
-    ]
+    numbers = {(c.node, c.slot): c.theirs for c in candidates}
     unified = []
     for ours, theirs in zip(node_operations, operations, strict=True):
         if ours.target is not theirs.target or (ours.results, ours.writes) != (theirs.results, theirs.writes):
             return None
-        args = _unify_args(ours.args, theirs.args, node_slots, numbers, differs)
+        args = _unify_args(ours.args, theirs.args, candidates, numbers)
         if args is _UNEXPLAINED:
             return None
         unified.append(Operation(ours.target, args, ours.results, ours.writes, ours.random))
-    slots = []
-    for slot, number, differ in zip(node_slots, numbers, differs, strict=True):
-        if differ:
-            classes = slot.classes or frozenset({number_class(slot.value)})
-            slots.append(NumberSlot(slot.value, classes | {number_class(number)}))
-        else:
-            slots.append(slot)
-    return tuple(unified), tuple(slots)
+    return tuple(unified)
 
 
 _UNEXPLAINED = object()
 
 
 def _unify_args(
-    ours: Any, theirs: Any, slots: Sequence[NumberSlot], numbers: Sequence[Number], differs: Sequence[bool]
+    ours: Any, theirs: Any, candidates: Sequence[Varying], numbers: dict[tuple[int, int], Number]
 ) -> Any:
     if isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
-        items = [_unify_args(a, b, slots, numbers, differs) for a, b in zip(ours, theirs, strict=True)]
+        items = [_unify_args(a, b, candidates, numbers) for a, b in zip(ours, theirs, strict=True)]
         return _UNEXPLAINED if any(i is _UNEXPLAINED for i in items) else tuple(items)
     if isinstance(ours, FedNumber):
-        fits = is_number(theirs) and same_number(TRANSFORMS[ours.transform](numbers[ours.slot]), theirs)
-        return ours if fits else _UNEXPLAINED
+        number = numbers.get((ours.node, ours.slot))
+        fits = number is not None and is_number(theirs)
+        return ours if fits and _exactly(TRANSFORMS[ours.transform](number), theirs) else _UNEXPLAINED
     if is_number(ours) and ours.__class__ is theirs.__class__:
         if same_number(ours, theirs):
             return ours
-        for index, differ in enumerate(differs):
+        for c in candidates:
             for name, function in TRANSFORMS.items():
-                if (
-                    differ
-                    and _exactly(function(slots[index].value), ours)
-                    and _exactly(function(numbers[index]), theirs)
-                ):
-                    return FedNumber(index, name)
+                if _exactly(function(c.ours), ours) and _exactly(function(c.theirs), theirs):
+                    return FedNumber(c.node, c.slot, name)
         return _UNEXPLAINED
     return ours if ours == theirs and ours.__class__ is theirs.__class__ else _UNEXPLAINED
 

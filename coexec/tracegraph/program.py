@@ -146,6 +146,7 @@ class Program:
         edges: numbers to send when an edge of the TraceGraph is taken.
         rebased: outputs that view an external tensor through its shadow: (node, output) -> which.
         shadowed: external tensors that are written before the commit, on a copy.
+        written: external tensors whose memory the program writes.
         random: whether it draws random numbers.
         blocks: (first, last + 1) of every stretch of instructions without control flow.
     """
@@ -158,5 +159,6 @@ class Program:
     fetch_slots: int
     rebased: dict[tuple[int, int], Captured | Fed]
     shadowed: frozenset[Captured | Fed]
+    written: frozenset[Captured | Fed]
     random: bool
     blocks: tuple[tuple[int, int], ...] = field(default=())

@@ -17,6 +17,7 @@ import torch
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
 from coexec.tracegraph.graph import Captured, Fed, FedNumber, Node, NodeSource, TraceGraph
 from coexec.tracegraph.hazards import Access, schedule
+from coexec.tracegraph.numbers import TRANSFORMS
 from coexec.tracegraph.program import (
     Call,
     Commit,
@@ -70,6 +71,7 @@ class _Lowering:
     externals: dict[Captured | Fed, int] = field(default_factory=dict)  # -> register
     plans: dict[int, NodePlan] = field(default_factory=dict)
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    numbers: dict[FedNumber, int] = field(default_factory=dict)  # -> register
     fetch_slots: int = 0
     random: bool = False
 
@@ -81,6 +83,16 @@ class _Lowering:
             s for n in self.graph.nodes for a in n.alternatives for s in a.sources if isinstance(s, Fed)
         }
         self.metas = _external_metas(self.graph)
+        self.fed_numbers = dict.fromkeys(
+            f for n in self.graph.nodes if n.alternatives for o in n.operations for f in _fed_numbers(o.args)
+        )
+        for source in dict.fromkeys(s for n in self.graph.nodes for a in n.alternatives for s in a.sources):
+            if isinstance(source, Constant):  # a copy, which operations may write to
+                self.values[source] = self._register()
+                call = Call(
+                    torch.ops.aten.clone.default, (source.value, None), (self.values[source],), When.NOW, -1
+                )
+                self.emitted.append(_Emitted(call, defines=frozenset({self.values[source]})))
         for switch_case in assign_cases(self.graph.edges):
             self._switch_case(switch_case)
         return self._finish()
@@ -133,7 +145,7 @@ class _Lowering:
                 fetch = Fetch(self.fetch_slots, register, False, node.location)
                 self.emitted.append(_Emitted(fetch, uses=frozenset({register})))
                 self.fetch_slots += 1
-            self.plans[node.id] = NodePlan(select, feeds, (), tuple(slots), ())
+            self.plans[node.id] = NodePlan(select, feeds, numbers, tuple(slots), ())
             return
         locals_: dict[tuple[int, int], int] = {}
         for index, operation in enumerate(node.operations):
@@ -142,9 +154,9 @@ class _Lowering:
                     register = self._register()
                     locals_[index, number] = register
                     self.values[Computed(node.id, index, number)] = register
-            self._operation(node, index, sources, locals_, numbers)
+            self._operation(node, index, sources, locals_)
         outputs = tuple(self._resolve(o.value, sources, locals_) for o in node.outputs)
-        self.plans[node.id] = NodePlan(select, feeds, tuple(numbers), (), outputs)
+        self.plans[node.id] = NodePlan(select, feeds, numbers, (), outputs)
 
     def _sources(
         self, node: Node
@@ -185,17 +197,14 @@ class _Lowering:
             self.emitted[jump] = _Emitted(Jump(len(self.emitted)))
         return merged
 
-    def _numbers(self, node: Node) -> dict[tuple[int, str], int]:
-        registers: dict[tuple[int, str], int] = {}
-        for fed in _fed_numbers(tuple(o.args for o in node.operations)):
-            key = (fed.slot, fed.transform)
-            if key not in registers:
-                registers[key] = self._register()
-                example = node.numbers[fed.slot].value
-                if fed.transform != "x" and not isinstance(example, float):
-                    example = float(example) if fed.transform in ("1 / x", "float(x)") else example
-                self.emitted.append(_Emitted(Feed(registers[key], example, node.location)))
-        return registers
+    def _numbers(self, node: Node) -> tuple[tuple[int, str], ...]:
+        """Feeds the numbers of the node that its operations, or later ones, use."""
+        fed = tuple(f for f in self.fed_numbers if f.node == node.id)
+        for number in fed:
+            self.numbers[number] = self._register()
+            example = TRANSFORMS[number.transform](node.numbers[number.slot].value)
+            self.emitted.append(_Emitted(Feed(self.numbers[number], example, node.location)))
+        return tuple((f.slot, f.transform) for f in fed)
 
     def _operation(
         self,
@@ -203,7 +212,6 @@ class _Lowering:
         index: int,
         sources: list[int],
         locals_: dict[tuple[int, int], int],
-        numbers: dict[tuple[int, str], int],
     ) -> None:
         operation = node.operations[index]
         used: set[int] = set()
@@ -214,7 +222,7 @@ class _Lowering:
                 used.add(register)
                 return Reg(register)
             if isinstance(argument, FedNumber):
-                return Reg(numbers[argument.slot, argument.transform])
+                return Reg(self.numbers[argument])
             if isinstance(argument, tuple):
                 return tuple(encode(a) for a in argument)
             return argument
@@ -253,12 +261,6 @@ class _Lowering:
         return sources[value.index] if isinstance(value, Input) else locals_[value.operation, value.result]
 
     def _source(self, source: NodeSource) -> int:
-        if isinstance(source, Constant) and source not in self.values:
-            self.values[source] = self._register()
-            call = Call(
-                torch.ops.aten.lift_fresh.default, (source.value,), (self.values[source],), When.NOW, -1
-            )
-            self.emitted.append(_Emitted(call, defines=frozenset({self.values[source]})))
         return self.values[source]
 
     def _bind_captured(self, source: NodeSource) -> None:
@@ -296,6 +298,9 @@ class _Lowering:
         shadowed = {ref for ref, r in self.externals.items() if memory[self._class(r)] in plan.shadowed}
         if len({self._class(self.externals[s]) for s in shadowed}) != len(shadowed):
             raise SharedShadow
+        written = {
+            ref for ref, r in self.externals.items() if memory[self._class(r)] in written_later
+        }
         instructions = self._with_shadows(shadowed)
         instructions.append(Commit())
         rebased = {
@@ -315,6 +320,7 @@ class _Lowering:
             fetch_slots=self.fetch_slots,
             rebased=rebased,
             shadowed=frozenset(shadowed),
+            written=frozenset(written),
             random=self.random,
             blocks=_blocks(instructions),
         )

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coexec._private import ENGINE_CODE, MODE_WRAPPER_FILES, TORCH_DIRECTORY, storage_of
+from coexec._private import (
+    ENGINE_CODE,
+    MODE_WRAPPER_FILES,
+    TORCH_DIRECTORY,
+    is_transformed,
+    storage_of,
+)
 from coexec.reasons import Cause, cause
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
@@ -83,8 +89,10 @@ class _OpenEvent:
 class Recorder(TorchDispatchMode):
     """Records one iteration. Enter it for the time of the block; `event` runs each torch call."""
 
-    def __init__(self, identities: Identities) -> None:
+    def __init__(self, identities: Identities, own_modes: int = 1) -> None:
+        """Starts a recording; `own_modes` dispatch modes of coexec are active while it runs."""
         super().__init__()
+        self._own_modes = own_modes
         self._identities = identities
         self._events: list[Event] = []
         self._externals: list[ExternalTensor] = []
@@ -146,10 +154,12 @@ class Recorder(TorchDispatchMode):
     def _prepare(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Prepared:
+        if function in functions.UNSUPPORTED:
+            raise Untraceable("CX0109", functions.name_of(function))
         tensors, numbers, key = calls.flatten(args, kwargs)
         if calls.has_opaque_data(key):
             raise Untraceable("CX0110", f"{functions.name_of(function)} got an object it could only compare by identity")
-        inputs = [self._bind(t) for t in tensors]
+        inputs = [self._bind(t, function) for t in tensors]
         metas = [calls.meta_of(t) for t in tensors]
         backward = function in functions.BACKWARD
         leaves = self._leaves() if backward else []
@@ -160,11 +170,12 @@ class Recorder(TorchDispatchMode):
         return _Prepared(
             function=function,
             kind=Kind.FETCH if fetch else Kind.COMPUTE,
-            key=(key, ambient(own_modes=1), tuple(metas)),
+            key=(key, ambient(self._own_modes), tuple(metas)),
             numbers=tuple(numbers),
             tensors=tensors,
             inputs=inputs,
             metas=metas,
+            storages=[t.untyped_storage()._cdata for t in tensors],
             histories=[_history(t) for t in tensors],
             leaves=leaves,
         )
@@ -212,7 +223,7 @@ class Recorder(TorchDispatchMode):
             )
         )
 
-    def _bind(self, tensor: torch.Tensor) -> Binding:
+    def _bind(self, tensor: torch.Tensor, function: Callable[..., Any]) -> Binding:
         known = self._known.get(id(tensor))
         if known is not None and known.reference() is tensor:
             if calls.meta_of(tensor) != known.meta or _history(tensor) != known.history:
@@ -222,6 +233,8 @@ class Recorder(TorchDispatchMode):
             tensor, torch.nn.Parameter
         ):
             raise Untraceable("CX0107", f"{type(tensor).__name__} is a tensor subclass")
+        if is_transformed(tensor):
+            raise Untraceable("CX0102", f"a torch.func transform runs around {functions.name_of(function)}")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise Untraceable("CX0107", f"a tensor has layout {tensor.layout}")
         if tensor.requires_grad and not tensor.is_leaf:
@@ -267,8 +280,10 @@ class Recorder(TorchDispatchMode):
 
     def _rebinds(self, p: _Prepared, outputs: list[torch.Tensor]) -> list[tuple[int, int]]:
         rebinds = []
-        for index, (tensor, meta, history) in enumerate(zip(p.tensors, p.metas, p.histories, strict=True)):
-            if calls.meta_of(tensor) == meta and _history(tensor) == history:
+        before = zip(p.tensors, p.metas, p.storages, p.histories, strict=True)
+        for index, (tensor, meta, storage, history) in enumerate(before):
+            now = (calls.meta_of(tensor), tensor.untyped_storage()._cdata, _history(tensor))
+            if now == (meta, storage, history):
                 continue
             if isinstance(p.inputs[index], External):
                 raise Untraceable("CX0108", f"{self._name()} changes an external tensor's attributes")
@@ -358,8 +373,7 @@ class Recorder(TorchDispatchMode):
         if event.fetch:
             return None
         self._check_frames(event)
-        tags = function.tags
-        if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+        if _depends_on_data(function, args):
             raise Untraceable("CX0106", f"{function} inside of {self._name()}")
         positional = _positional(function, args, kwargs)
         return tuple(self._encode(a, function) for a in positional), list(_tensors(positional))
@@ -534,6 +548,7 @@ class _Prepared:
     tensors: list[torch.Tensor]
     inputs: list[Binding]
     metas: list[TensorMeta]
+    storages: list[int]
     histories: list[str | None]
     leaves: list[tuple[torch.Tensor, torch.Tensor | None, int]]
 
@@ -553,6 +568,15 @@ def _geometry(tensor: torch.Tensor) -> Geometry:
 def _history(tensor: torch.Tensor) -> str | None:
     node = tensor.grad_fn
     return None if node is None else type(node).__name__
+
+
+def _depends_on_data(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether values decide about the shape of the result, or leave the tensors."""
+    if torch.Tag.data_dependent_output in function.tags:
+        return True
+    if function is torch.ops.aten.index.Tensor:  # only masks select a number of elements that is unknown
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return torch.Tag.dynamic_output_shape in function.tags
 
 
 def _below_engine(frame: Any) -> bool:
