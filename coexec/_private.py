@@ -90,3 +90,16 @@ def default_device() -> str:
     """The device of `torch.set_default_device` or `with torch.device(...)`."""
     contexts = [m for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext)]
     return str([str(m.device) for m in contexts])
+
+
+def compile_ahead_of_time(module: torch.fx.GraphModule, examples: tuple[torch.Tensor, ...], path: str) -> None:
+    """Compiles a graph of ATen operations with TorchInductor into a package at `path`.
+
+    Random numbers come from eager's kernels, so that they are eager's numbers.
+    """
+    import torch._inductor
+    from torch._inductor.package import package_aoti
+
+    options = {"fallback_random": True, "aot_inductor.package": True}
+    files: Any = torch._inductor.aot_compile(module, examples, options=options)  # type: ignore[arg-type]
+    package_aoti(path, files)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from coexec.executors import compile_program
+from coexec.executors import make_program
 from coexec.options import Options
 from coexec.reasons import Cause, cause
 from coexec.runners.graph_runner import GraphRunner, make_graph_runner
@@ -25,7 +25,7 @@ from coexec.runners.skeleton import Skeleton, make_skeleton
 from coexec.tracegraph.graph import Captured, TraceGraph
 from coexec.tracegraph.live import live
 from coexec.tracegraph.merge import merge
-from coexec.tracegraph.symbolic import SharedShadow, lower
+from coexec.tracegraph.symbolic import SharedShadow
 from coexec.tracegraph.trace import Trace
 from coexec.tracegraph.verify import verify_graph, verify_program, verify_trace
 from coexec.tracer.identities import Identities
@@ -176,13 +176,14 @@ class ProgramState:
         began = time.perf_counter()
         graph = live(self.graph)
         try:
-            program = lower(graph)
+            program, why_aten = make_program(graph, self._captured_examples(graph), self.options.executor)
         except SharedShadow:
             self.give_up(cause("CX0115", "see the traces", self.key))
             return
         if self.options.check:
             verify_program(graph, program)
-        program = compile_program(program, self._captured_examples(graph), self.options.executor)
+        if why_aten is not None:
+            self.note(cause("CX0201", why_aten, self.key))
         self.skeleton = make_skeleton(graph, program)
         self.compile_s.append(time.perf_counter() - began)
         self.phase = Phase.COEXECUTION

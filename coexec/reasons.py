@@ -48,6 +48,7 @@ REASONS = _registry(
     Reason("CX0117", "the iteration was too different from its traces too often", "See the fallbacks."),
     Reason("CX0118", "random state was changed between torch calls", "Seed outside of the block."),
     Reason("CX0119", "the tape was used on several threads", "Use one tape a thread, with a key of its own."),
+    Reason("CX0201", "a block runs by the aten executor", "Results are right; only the compiler is not used."),
     Reason("CX0120", "mode is eager", "Asked for by the options."),
 )
 

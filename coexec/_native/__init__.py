@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch  # noqa: F401  # loads the libraries that the extension links to
+import torch
 
 core: Any = None
 if os.environ.get("COEXEC_NATIVE", "1") != "0":
@@ -16,3 +16,16 @@ if os.environ.get("COEXEC_NATIVE", "1") != "0":
         from coexec._native import _core as core
     except ImportError:
         core = None
+
+
+if core is not None:
+
+    @torch.library.register_fake("coexec::feed")
+    def _feed(token: Any, geometry: Any, dtype: Any, device: Any) -> Any:
+        dim = geometry[0]
+        size, stride = geometry[1 : 1 + dim], geometry[1 + dim :]
+        return torch.empty_like(token), torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    @torch.library.register_fake("coexec::fetch")
+    def _fetch(token: Any, value: Any, slot: Any) -> Any:
+        return torch.empty_like(token)

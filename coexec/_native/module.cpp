@@ -11,13 +11,18 @@ using coexec::Runner;
 namespace {
 
 // A compiled block orders its communication by passing a token from each operation to the next.
+// `geometry` is the number of dimensions, the sizes, and the strides: no list may be empty there.
 std::tuple<at::Tensor, at::Tensor> feed(
-    const at::Tensor& token, c10::SymIntArrayRef, c10::SymIntArrayRef, at::ScalarType dtype, at::Device) {
+    const at::Tensor& token, at::IntArrayRef geometry, at::ScalarType dtype, at::Device device) {
   Runner* runner = Runner::current();
   TORCH_CHECK(runner, "coexec::feed runs only inside of a GraphRunner");
   c10::IValue message = runner->receive();
-  at::Tensor value = message.isTensor() ? message.toTensor() : at::scalar_tensor(message.toScalar(), dtype);
-  return {token.clone(), value.clone()};
+  if (!message.isTensor()) return {token.clone(), at::scalar_tensor(message.toScalar(), dtype)};
+  // A copy: the compiled block may write to what it got from an operator.
+  auto dim = static_cast<size_t>(geometry[0]);
+  auto size = geometry.slice(1, dim), stride = geometry.slice(1 + dim, dim);
+  at::Tensor value = at::empty_strided(size, stride, at::TensorOptions(dtype).device(device));
+  return {token.clone(), value.copy_(message.toTensor())};
 }
 
 at::Tensor fetch(const at::Tensor& token, const at::Tensor& value, int64_t slot) {
@@ -36,7 +41,7 @@ c10::IValue to_message(const py::object& value) {
 }  // namespace
 
 TORCH_LIBRARY(coexec, m) {
-  m.def("feed(Tensor token, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device) -> (Tensor, Tensor)");
+  m.def("feed(Tensor token, int[] geometry, ScalarType dtype, Device device) -> (Tensor, Tensor)");
   m.def("fetch(Tensor token, Tensor value, int slot) -> Tensor");
 }
 

@@ -1,5 +1,6 @@
 #include "runner.h"
 
+#include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -319,7 +320,8 @@ void Runner::call(const Instruction& instruction) {
 
 void Runner::compiled(const Instruction& instruction) {
   std::vector<at::Tensor> inputs;
-  inputs.reserve(instruction.ins.size());
+  inputs.reserve(instruction.ins.size() + 1);
+  inputs.push_back(at::zeros({1}));  // the token that orders feeds and fetches
   for (int64_t reg : instruction.ins) inputs.push_back(registers_[reg].toTensor());
   std::vector<at::Tensor> outputs = instruction.library->run(inputs);
   TORCH_CHECK(outputs.size() == instruction.outs.size(), "a compiled block returned ", outputs.size(),

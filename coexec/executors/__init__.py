@@ -1,21 +1,41 @@
 """Executors: what runs the blocks of a program.
 
 `aten` runs a program's instructions as they are, one ATen operation after the other. `inductor`
-replaces every block by a compiled library.
+replaces every block by a compiled library; what it cannot compile runs by `aten`, with the reason.
 """
 
 from __future__ import annotations
 
 import torch
 
-from coexec.tracegraph.graph import Captured
+from coexec.tracegraph.graph import Captured, TraceGraph
 from coexec.tracegraph.program import Program
+from coexec.tracegraph.symbolic import SharedShadow, lower
 
 
-def compile_program(program: Program, captured: dict[Captured, torch.Tensor], executor: str) -> Program:
-    """The program for an executor; `captured` are examples of its captured tensors."""
+def make_program(
+    graph: TraceGraph, captured: dict[Captured, torch.Tensor], executor: str
+) -> tuple[Program, str | None]:
+    """The program of a graph for an executor.
+
+    Args:
+        graph: what to execute.
+        captured: the captured tensors, as examples.
+        executor: `aten` or `inductor`.
+
+    Returns:
+        The program, and why it is `aten`'s although another executor was asked for.
+
+    Raises:
+        SharedShadow: if memory that several external tensors share is written and looked at.
+    """
     if executor == "aten":
-        return program
-    from coexec.executors.inductor import compile_blocks
+        return lower(graph), None
+    from coexec.executors.inductor import Unsupported, compile_blocks
 
-    return compile_blocks(program, captured)
+    try:
+        return compile_blocks(lower(graph, defer=False), captured), None
+    except SharedShadow:
+        return lower(graph), "external tensors that share memory are written"
+    except Unsupported as e:
+        return lower(graph), str(e)

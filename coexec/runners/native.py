@@ -107,7 +107,7 @@ def _encode(instruction: Instruction) -> dict[str, Any]:
             out |= {
                 "library": instruction.library,
                 "ins": list(instruction.sources),
-                "outs": _or_minus_one(instruction.outs),
+                "outs": [-1, *_or_minus_one(instruction.outs)],  # the token comes first
             }
         case Commit():
             pass

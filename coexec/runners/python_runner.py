@@ -436,11 +436,13 @@ class PythonRunner(TorchFunctionMode):
     def _real(self, binding: Produced) -> torch.Tensor:
         program = self.skeleton.program
         output = self.skeleton.graph.nodes[binding.event].outputs[binding.output]
-        value = self.graph_runner.value(program.plans[binding.event].outputs[binding.output])
         external = program.rebased.get((binding.event, binding.output))
-        if external is not None:
-            base = self._object(external)
-            value = torch.as_strided(base.detach(), value.shape, value.stride(), value.storage_offset())  # type: ignore[union-attr]
+        if external is None:
+            value = self.graph_runner.value(program.plans[binding.event].outputs[binding.output])
+        else:
+            base, meta = self._object(external), output.meta
+            assert base is not None
+            value = torch.as_strided(base.detach(), meta.shape, meta.stride, meta.offset)
         return dressed(value, output.meta, output.history)
 
     def _difference(self, function: Any, nearest: Node | None, key: Any, numbers: list[Number]) -> str:

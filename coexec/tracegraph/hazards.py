@@ -40,9 +40,15 @@ class Schedule:
     shadowed: frozenset[int]
 
 
-def schedule(accesses: Sequence[Access], external: frozenset[int]) -> Schedule:
-    """Defers as much as is needed and shadows as little as possible."""
-    needed = [a.immediate or bool(a.defines and a.writes & external) for a in accesses]
+def schedule(accesses: Sequence[Access], external: frozenset[int], *, defer: bool = True) -> Schedule:
+    """Defers as much as is needed and shadows as little as possible.
+
+    Args:
+        accesses: the operations in program order.
+        external: memory from outside of the iteration.
+        defer: whether operations may be put off at all; otherwise everything that is written is shadowed.
+    """
+    needed = [not defer or a.immediate or bool(a.defines and a.writes & external) for a in accesses]
     while True:
         _close(accesses, needed)
         shadowed = frozenset(

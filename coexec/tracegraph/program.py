@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from coexec.tracegraph.graph import Captured, Fed
+from coexec.tracegraph.trace import TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,8 @@ class Program:
         shadowed: external tensors that are written before the commit, on a copy.
         written: external tensors whose memory the program writes.
         random: whether it draws random numbers.
+        metas: metadata of the registers that hold tensors.
+        kept: registers that Python may read after the end.
         blocks: (first, last + 1) of every stretch of instructions without control flow.
     """
 
@@ -161,4 +164,6 @@ class Program:
     shadowed: frozenset[Captured | Fed]
     written: frozenset[Captured | Fed]
     random: bool
+    metas: dict[int, TensorMeta]
+    kept: frozenset[int]
     blocks: tuple[tuple[int, int], ...] = field(default=())

@@ -14,6 +14,7 @@ from typing import Any
 import networkx as nx
 import torch
 
+from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
 from coexec.tracegraph.graph import Captured, Fed, FedNumber, Node, NodeSource, TraceGraph
 from coexec.tracegraph.hazards import Access, schedule
@@ -41,13 +42,18 @@ class SharedShadow(Exception):
     """External tensors that share memory would need a shadow (reason CX0115)."""
 
 
-def lower(graph: TraceGraph) -> Program:
+def lower(graph: TraceGraph, *, defer: bool = True) -> Program:
     """Translates a TraceGraph into a program.
+
+    Args:
+        graph: what to execute.
+        defer: whether operations that write external memory may be put off to the commit. If not,
+            everything is computed on copies at once, as a compiler wants it.
 
     Raises:
         SharedShadow: if memory that several external tensors share is written and looked at.
     """
-    return _Lowering(graph).run()
+    return _Lowering(graph, defer).run()
 
 
 @dataclass
@@ -64,6 +70,7 @@ class _Emitted:
 @dataclass
 class _Lowering:
     graph: TraceGraph
+    defer: bool
     registers: int = 0
     values: dict[NodeSource, int] = field(default_factory=dict)
     emitted: list[_Emitted] = field(default_factory=list)
@@ -72,6 +79,7 @@ class _Lowering:
     plans: dict[int, NodePlan] = field(default_factory=dict)
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     numbers: dict[FedNumber, int] = field(default_factory=dict)  # -> register
+    register_metas: dict[int, TensorMeta] = field(default_factory=dict)
     fetch_slots: int = 0
     random: bool = False
 
@@ -88,7 +96,7 @@ class _Lowering:
         )
         for source in dict.fromkeys(s for n in self.graph.nodes for a in n.alternatives for s in a.sources):
             if isinstance(source, Constant):  # a copy, which operations may write to
-                self.values[source] = self._register()
+                self.values[source] = self._register(meta_of(source.value))
                 call = Call(
                     torch.ops.aten.clone.default, (source.value, None), (self.values[source],), When.NOW, -1
                 )
@@ -151,7 +159,7 @@ class _Lowering:
         for index, operation in enumerate(node.operations):
             for number, result in enumerate(operation.results):
                 if result is not None:
-                    register = self._register()
+                    register = self._register(result.meta)
                     locals_[index, number] = register
                     self.values[Computed(node.id, index, number)] = register
             self._operation(node, index, sources, locals_)
@@ -176,7 +184,7 @@ class _Lowering:
         return self._phi(node, feeds), tuple(range(len(node.alternatives))), feeds
 
     def _phi(self, node: Node, feeds: tuple[tuple[int, ...], ...]) -> list[int]:
-        merged = [self._register() for _ in node.alternatives[0].sources]
+        merged = [self._register(self._source_meta(s)) for s in node.alternatives[0].sources]
         switch = len(self.emitted)
         self.emitted.append(_Emitted(Switch((), "alternative")))
         targets = []
@@ -247,7 +255,9 @@ class _Lowering:
 
     # --- registers and memory ---
 
-    def _register(self) -> int:
+    def _register(self, meta: TensorMeta | None = None) -> int:
+        if meta is not None:
+            self.register_metas[self.registers] = meta
         self.registers += 1
         return self.registers - 1
 
@@ -263,15 +273,21 @@ class _Lowering:
     def _source(self, source: NodeSource) -> int:
         return self.values[source]
 
+    def _source_meta(self, source: NodeSource) -> TensorMeta | None:
+        if isinstance(source, Computed):
+            result = self.graph.nodes[source.event].operations[source.operation].results[source.result]
+            return None if result is None else result.meta
+        return meta_of(source.value) if isinstance(source, Constant) else self.metas.get(source)
+
     def _bind_captured(self, source: NodeSource) -> None:
         if isinstance(source, Captured) and source not in self.values:
-            register = self._register()
+            register = self._register(self.metas.get(source))
             self.values[source] = self.externals[source] = register
             self.captured[source.index] = register
             self.union.union(("r", register), source)
 
     def _feed(self, fed: Fed, location: int) -> None:
-        register = self._register()
+        register = self._register(self.metas[fed])
         self.values[fed] = self.externals[fed] = register
         self.union.union(("r", register), fed)
         self.emitted.append(_Emitted(Feed(register, self.metas[fed], location)))
@@ -285,7 +301,7 @@ class _Lowering:
         memory = {c: i for i, c in enumerate(sorted(classes, key=repr))}
         external = frozenset(memory[self._class(r)] for r in self.externals.values())
         accesses = [self._access(e, memory) for e in self.emitted]
-        plan = schedule(accesses, external)
+        plan = schedule(accesses, external, defer=self.defer)
         written_later: set[int] = set()
         for emitted, access, deferred in reversed(
             list(zip(self.emitted, accesses, plan.deferred, strict=True))
@@ -297,7 +313,7 @@ class _Lowering:
             written_later |= access.writes
         shadowed = {ref for ref, r in self.externals.items() if memory[self._class(r)] in plan.shadowed}
         if len({self._class(self.externals[s]) for s in shadowed}) != len(shadowed):
-            raise SharedShadow
+            raise SharedShadow(self.graph.shared)
         written = {
             ref for ref, r in self.externals.items() if memory[self._class(r)] in written_later
         }
@@ -307,7 +323,7 @@ class _Lowering:
             (node, output): ref
             for node, p in self.plans.items()
             for output, register in enumerate(p.outputs)
-            for ref in shadowed
+            for ref in (shadowed if self.defer else self.externals)
             if self._class(register) == self._class(self.externals[ref])
         }
         plans = tuple(self.plans.get(n.id, NodePlan(None, (), (), (), ())) for n in self.graph.nodes)
@@ -322,6 +338,8 @@ class _Lowering:
             shadowed=frozenset(shadowed),
             written=frozenset(written),
             random=self.random,
+            metas=self.register_metas,
+            kept=frozenset(kept),
             blocks=_blocks(instructions),
         )
 
@@ -363,7 +381,9 @@ class _Lowering:
         """Replaces shadowed external tensors by copies, made where they are bound."""
         if not shadowed:
             return [e.instruction for e in self.emitted]
-        shadow = {self.externals[ref]: self._register() for ref in shadowed}
+        shadow = {
+            self.externals[ref]: self._register(self.register_metas[self.externals[ref]]) for ref in shadowed
+        }
         renamed = [_renamed(e.instruction, shadow) for e in self.emitted]
         out: list[list[Instruction]] = [[i] for i in renamed]
         prologue: list[Instruction] = []
@@ -392,15 +412,16 @@ class _Lowering:
         return prologue + [_retargeted(i, starts) for group in out for i in group]
 
 
-def _external_metas(graph: TraceGraph) -> dict[Fed, TensorMeta]:
-    metas: dict[Fed, TensorMeta] = {}
+def _external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:
+    """The metadata of external tensors, from the nodes that take them as arguments."""
+    metas: dict[Captured | Fed, TensorMeta] = {}
     for node in graph.nodes:
         arguments: tuple[TensorMeta, ...] = node.key[2]  # type: ignore[index]  # made by the recorder
-        for index, meta in enumerate(arguments):
-            metas[Fed(node.id, index)] = meta
-        for index, meta in enumerate(node.implicit_metas, start=len(arguments)):
-            if meta is not None:
-                metas[Fed(node.id, index)] = meta
+        all_metas = (*arguments, *node.implicit_metas)
+        for alternative in node.alternatives:
+            for binding, meta in zip(alternative.bindings, all_metas, strict=True):
+                if isinstance(binding, (Captured, Fed)) and meta is not None:
+                    metas.setdefault(binding, meta)
     return metas
 
 

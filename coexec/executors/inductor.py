@@ -1,0 +1,262 @@
+"""The inductor executor: every basic block is one library, compiled ahead of time by TorchInductor.
+
+In:  a program lowered without deferral (all writes go to copies).
+Out: the program with each block's instructions replaced by one `Compiled`; what is left are the
+     copies into external memory, which are the commit block.
+
+Inside of a block, feeds and fetches are operators. A token passed from each to the next keeps them in
+program order, which is what makes the two runners free of deadlock (Terra, figure 3.4).
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from coexec._native import core
+from coexec._private import compile_ahead_of_time
+from coexec.executors.cache import cached
+from coexec.executors.scalars import REWRITES
+from coexec.tracegraph.graph import Captured
+from coexec.tracegraph.numbers import is_number
+from coexec.tracegraph.program import (
+    Call,
+    Compiled,
+    Feed,
+    Fetch,
+    Instruction,
+    Jump,
+    Move,
+    Program,
+    Reg,
+    Switch,
+    When,
+)
+from coexec.tracegraph.trace import TensorMeta
+
+log = logging.getLogger(__name__)
+
+
+class Unsupported(Exception):
+    """A block holds something that cannot be compiled; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A basic block as an FX graph of ATen operations, with its registers."""
+
+    module: GraphModule
+    sources: tuple[int, ...]
+    outs: tuple[int, ...]
+
+
+def compile_blocks(program: Program, captured: dict[Captured, torch.Tensor]) -> Program:
+    """Compiles every block of a program.
+
+    Raises:
+        Unsupported: if the native GraphRunner is missing, or a block cannot be compiled.
+    """
+    if core is None:
+        raise Unsupported("compiled blocks need the native GraphRunner, which was not built")
+    outside = _uses_outside(program)
+    replaced: dict[int, list[Instruction]] = {}
+    for first, end in program.blocks:
+        instructions = program.instructions[first:end]
+        body = [i for i in instructions if not _is_commit(i)]
+        if not any(isinstance(i, (Call, Feed, Fetch)) for i in body):
+            continue
+        block = make_block(program, body, outside[first])
+        library = core.Library(_library(block, program))
+        compiled = Compiled(library, block.sources, block.outs)
+        replaced[first] = [compiled, *(replace(i, release=()) for i in instructions if _is_commit(i))]
+    return _spliced(program, replaced)
+
+
+def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) -> Block:
+    """The FX graph of a stretch of instructions; `needed` are the registers that others read."""
+    graph = Graph()
+    constants: dict[str, torch.Tensor] = {}
+    env: dict[int, Node] = {}
+    sources: list[int] = []
+    defined: list[int] = []
+    body = list(body)
+    token = graph.placeholder("token")
+    inside = {r for i in body for r in _defines(i)}
+    for register in dict.fromkeys(r for i in body for r in _uses(i)):
+        if register not in inside:
+            env[register] = graph.placeholder(f"r{register}")
+            sources.append(register)
+
+    def encode(argument: Any) -> Any:
+        if isinstance(argument, Reg):
+            return env[argument.index]
+        if isinstance(argument, tuple):
+            return [encode(a) for a in argument]
+        if isinstance(argument, torch.Generator):
+            raise Unsupported("an operation with a generator of its own")
+        if isinstance(argument, torch.Tensor):
+            name = f"constant{len(constants)}"
+            constants[name] = argument
+            return graph.get_attr(name)
+        return argument
+
+    for instruction in body:
+        match instruction:
+            case Call():
+                _emit_call(graph, instruction, program, env, encode)
+            case Feed():
+                token, env[instruction.out] = _emit_feed(graph, token, instruction)
+            case Fetch():
+                value = env[instruction.source]
+                token = graph.call_function(torch.ops.coexec.fetch.default, (token, value, instruction.slot))
+            case Move():
+                for out, source in zip(instruction.outs, instruction.sources, strict=True):
+                    env[out] = env[source]
+        defined += _defines(instruction)
+    outs = tuple(r for r in dict.fromkeys(defined) if r in needed and r in env)
+    graph.output((token, *(env[r] for r in outs)))
+    module = GraphModule({n: t for n, t in constants.items()}, graph)
+    return Block(module, tuple(sources), outs)
+
+
+def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node], encode: Any) -> None:
+    target, args = _with_declared_writes(call)
+    numbers = [isinstance(a, Reg) and a.index not in program.metas for a in args]
+    encoded = [encode(a) for a in args]
+    if any(numbers) or any(_list_of_numbers(a, program) for a in args):
+        if target not in REWRITES or any(_list_of_numbers(a, program) for a in args):
+            raise Unsupported(f"a varying number in {target}")
+        result = REWRITES[target](graph, tuple(encoded))
+    else:
+        positional, keywords = [], {}
+        for argument, value in zip(target._schema.arguments, encoded, strict=True):
+            if not argument.kwarg_only:
+                positional.append(value)
+            elif value != argument.default_value or isinstance(value, Node):
+                keywords[argument.name] = value
+        result = graph.call_function(target, tuple(positional), keywords)
+    if len(target._schema.returns) == 1 and str(target._schema.returns[0].type) == "Tensor":
+        if call.outs and call.outs[0] is not None:
+            env[call.outs[0]] = result
+        return
+    for index, out in enumerate(call.outs):
+        if out is not None:
+            env[out] = graph.call_function(operator.getitem, (result, index))
+
+
+def _emit_feed(graph: Graph, token: Node, feed: Feed) -> tuple[Node, Node]:
+    if is_number(feed.example):
+        dtype = torch.float64 if isinstance(feed.example, float) else torch.int64
+        size, stride, device = [], [], torch.device("cpu")
+    else:
+        meta: TensorMeta = feed.example
+        size, stride, dtype, device = list(meta.shape), list(meta.stride), meta.dtype, meta.device
+    pair = graph.call_function(torch.ops.coexec.feed.default, (token, [len(size), *size, *stride], dtype, device))
+    return graph.call_function(operator.getitem, (pair, 0)), graph.call_function(operator.getitem, (pair, 1))
+
+
+def _with_declared_writes(call: Call) -> tuple[Any, tuple[Any, ...]]:
+    """Batch norm in the variant whose schema says that it writes the running statistics."""
+    if call.target is torch.ops.aten.native_batch_norm.default and call.args[5]:
+        if call.args[3] is not None and call.args[4] is not None:
+            return torch.ops.aten._native_batch_norm_legit.default, call.args
+        return torch.ops.aten._native_batch_norm_legit.no_stats, (*call.args[:3], *call.args[5:])
+    return call.target, call.args
+
+
+def _list_of_numbers(argument: Any, program: Program) -> bool:
+    return isinstance(argument, tuple) and any(
+        isinstance(a, Reg) and a.index not in program.metas for a in argument
+    )
+
+
+def _library(block: Block, program: Program) -> str:
+    examples = [torch.zeros(1)]
+    for register in block.sources:
+        meta = program.metas[register]
+        examples.append(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device))
+    constants = {n: (t.dtype, t.tolist()) for n, t in block.module.named_buffers()}
+    inputs = [(tuple(e.shape), e.stride(), e.dtype, str(e.device)) for e in examples]
+    description = repr((block.module.code, constants, inputs))
+
+    def compile_to(path: str) -> None:
+        log.info("compiling a block of %d operations", len(block.module.graph.nodes))
+        compile_ahead_of_time(block.module, tuple(examples), path)
+
+    return cached(description, compile_to)
+
+
+def _is_commit(instruction: Instruction) -> bool:
+    return isinstance(instruction, Call) and instruction.when is not When.NOW
+
+
+def _uses(instruction: Instruction) -> list[int]:
+    found: list[int] = []
+
+    def collect(argument: Any) -> None:
+        if isinstance(argument, Reg):
+            found.append(argument.index)
+        elif isinstance(argument, tuple):
+            for a in argument:
+                collect(a)
+
+    match instruction:
+        case Call():
+            collect(instruction.args)
+        case Fetch():
+            found.append(instruction.source)
+        case Move() | Compiled():
+            found += instruction.sources
+    return found
+
+
+def _defines(instruction: Instruction) -> list[int]:
+    match instruction:
+        case Call() | Compiled() | Move():
+            return [o for o in instruction.outs if o is not None]
+        case Feed():
+            return [instruction.out]
+    return []
+
+
+def _uses_outside(program: Program) -> dict[int, set[int]]:
+    """For each block, the registers that other instructions, the commit, or Python read."""
+    out = {}
+    for first, end in program.blocks:
+        needed = set(program.kept)
+        for position, instruction in enumerate(program.instructions):
+            if not first <= position < end or _is_commit(instruction):
+                needed |= set(_uses(instruction))
+        out[first] = needed
+    return out
+
+
+def _spliced(program: Program, replaced: dict[int, list[Instruction]]) -> Program:
+    """The program with some blocks replaced, its jumps pointing where they did."""
+    ends = dict(program.blocks)
+    out: list[Instruction] = []
+    starts: dict[int, int] = {}
+    position = 0
+    while position < len(program.instructions):
+        starts[position] = len(out)
+        if position in replaced:
+            out += replaced[position]
+            position = ends[position]
+        else:
+            out.append(replace(program.instructions[position], release=()))
+            position += 1
+    starts[position] = len(out)
+    instructions = []
+    for instruction in out:
+        if isinstance(instruction, Jump):
+            instruction = replace(instruction, target=starts[instruction.target])
+        elif isinstance(instruction, Switch):
+            instruction = replace(instruction, targets=tuple(starts[t] for t in instruction.targets))
+        instructions.append(instruction)
+    return replace(program, instructions=tuple(instructions), blocks=())

@@ -1,0 +1,112 @@
+"""Fed numbers in compiled blocks: operations with a scalar argument, rewritten for a scalar tensor.
+
+In:  an operation of which a scalar argument is a register (a number that varies).
+Out: the same computation through operations that take tensors.
+
+A compiled block takes tensors only. Each rewrite is what the operation's documentation states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+Rewrite = Callable[[Graph, tuple[Any, ...]], Node]
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    return graph.call_function(target, args)
+
+
+def _in_place(rewrite: Rewrite) -> Rewrite:
+    def rewritten(graph: Graph, args: tuple[Any, ...]) -> Node:
+        return _call(graph, aten.copy_.default, args[0], rewrite(graph, args))
+
+    return rewritten
+
+
+def _add(graph: Graph, args: tuple[Any, ...]) -> Node:
+    x, other, alpha = args
+    if isinstance(alpha, Node):
+        other = _call(graph, aten.mul.Tensor, other, alpha)
+    elif alpha != 1:
+        other = _call(graph, aten.mul.Tensor, other, alpha)
+    return _call(graph, aten.add.Tensor, x, other)
+
+
+def _sub(graph: Graph, args: tuple[Any, ...]) -> Node:
+    x, other, alpha = args
+    if isinstance(alpha, Node) or alpha != 1:
+        other = _call(graph, aten.mul.Tensor, other, alpha)
+    return _call(graph, aten.sub.Tensor, x, other)
+
+
+def _addcmul(graph: Graph, args: tuple[Any, ...]) -> Node:
+    x, a, b, value = args
+    product = _call(graph, aten.mul.Tensor, _call(graph, aten.mul.Tensor, a, b), value)
+    return _call(graph, aten.add.Tensor, x, product)
+
+
+def _addcdiv(graph: Graph, args: tuple[Any, ...]) -> Node:
+    x, a, b, value = args
+    quotient = _call(graph, aten.mul.Tensor, _call(graph, aten.div.Tensor, a, b), value)
+    return _call(graph, aten.add.Tensor, x, quotient)
+
+
+def _lerp(graph: Graph, args: tuple[Any, ...]) -> Node:
+    x, end, weight = args
+    step = _call(graph, aten.mul.Tensor, _call(graph, aten.sub.Tensor, end, x), weight)
+    return _call(graph, aten.add.Tensor, x, step)
+
+
+def _fill(graph: Graph, args: tuple[Any, ...]) -> Node:
+    return _call(graph, aten.fill.Tensor, args[0], args[1])
+
+
+def _same(target: Any) -> Rewrite:
+    return lambda graph, args: _call(graph, target, *args)
+
+
+#: By name of the overload; in-place variants are added below.
+REWRITES: dict[Any, Rewrite] = {
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _sub,
+    aten.sub.Scalar: _sub,
+    aten.mul.Tensor: _same(aten.mul.Tensor),
+    aten.mul.Scalar: _same(aten.mul.Tensor),
+    aten.div.Tensor: _same(aten.div.Tensor),
+    aten.div.Scalar: _same(aten.div.Tensor),
+    aten.pow.Tensor_Scalar: _same(aten.pow.Tensor_Tensor),
+    aten.addcmul.default: _addcmul,
+    aten.addcdiv.default: _addcdiv,
+    aten.lerp.Scalar: _lerp,
+    aten.fill.Scalar: _fill,
+    aten.maximum.default: _same(aten.maximum.default),
+    aten.minimum.default: _same(aten.minimum.default),
+    aten.eq.Scalar: _same(aten.eq.Tensor),
+    aten.gt.Scalar: _same(aten.gt.Tensor),
+    aten.ge.Scalar: _same(aten.ge.Tensor),
+    aten.lt.Scalar: _same(aten.lt.Tensor),
+    aten.le.Scalar: _same(aten.le.Tensor),
+}
+
+_IN_PLACE = {
+    aten.add_.Tensor: _add,
+    aten.add_.Scalar: _add,
+    aten.sub_.Tensor: _sub,
+    aten.sub_.Scalar: _sub,
+    aten.mul_.Tensor: REWRITES[aten.mul.Tensor],
+    aten.mul_.Scalar: REWRITES[aten.mul.Tensor],
+    aten.div_.Tensor: REWRITES[aten.div.Tensor],
+    aten.div_.Scalar: REWRITES[aten.div.Tensor],
+    aten.addcmul_.default: _addcmul,
+    aten.addcdiv_.default: _addcdiv,
+    aten.lerp_.Scalar: _lerp,
+    aten.fill_.Scalar: _fill,
+}
+REWRITES |= {target: _in_place(rewrite) for target, rewrite in _IN_PLACE.items()}
