@@ -295,12 +295,16 @@ class PythonRunner(TorchFunctionMode):
             send(TRANSFORMS[transform](numbers[slot]))
         it.at = node.id
         it.path.append(node.id)
-        it.records.append(EventRecord(node, key, state, tokens, numbers, location))
+        record = EventRecord(node, key, state, tokens, numbers, location)
         if node.kind is Kind.FETCH:
-            return self._fetch(node, tensors, numbers, key)
-        return self._results(node, plan.outputs, tensors, tokens)
+            values = [self._fetched(slot, t) for slot, t in zip(plan.fetches, tensors, strict=True)]
+            it.records.append(record)  # not before: if the fetch fails, eager execution runs the call
+            args, kwargs = calls.unflatten(key, values, numbers)
+            return node.function(*args, **kwargs)
+        it.records.append(record)
+        return self._results(node, tensors, tokens)
 
-    def _results(self, node: Node, registers: tuple[int, ...], tensors: list[torch.Tensor], tokens: list[Token]) -> Any:
+    def _results(self, node: Node, tensors: list[torch.Tensor], tokens: list[Token]) -> Any:
         it = self.iteration
         rebound = {output: argument for argument, output in node.rebinds}
         new: list[Any] = []
@@ -318,12 +322,6 @@ class PythonRunner(TorchFunctionMode):
             leaf = tokens[grad.leaf]
             it.grads[self._leaf_id(leaf)] = (leaf, Produced(node.id, grad.output))
         return calls.build(node.result, new, tensors)
-
-    def _fetch(self, node: Node, tensors: list[torch.Tensor], numbers: list[Number], key: Hashable) -> Any:
-        slots = self.skeleton.program.plans[node.id].fetches
-        values = [self._fetched(slot, t) for slot, t in zip(slots, tensors, strict=True)]
-        args, kwargs = calls.unflatten(key, values, numbers)
-        return node.function(*args, **kwargs)
 
     def _fetched(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
         began = time.perf_counter()

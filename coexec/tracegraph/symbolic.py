@@ -39,7 +39,7 @@ RANDOM_STATE = -1  # stands for the default generators' state among memory
 
 
 class SharedShadow(Exception):
-    """External tensors that share memory would need a shadow (reason CX0115)."""
+    """External tensors that may share memory would need shadows (reason CX0115)."""
 
 
 def lower(graph: TraceGraph, *, defer: bool = True) -> Program:
@@ -312,20 +312,14 @@ class _Lowering:
                 emitted.instruction = replace(emitted.instruction, when=When.COMMIT)
             written_later |= access.writes
         shadowed = {ref for ref, r in self.externals.items() if memory[self._class(r)] in plan.shadowed}
-        if len({self._class(self.externals[s]) for s in shadowed}) != len(shadowed):
-            raise SharedShadow(self.graph.shared)
+        if any(len(group & shadowed) > 1 for group in self.graph.shared):
+            raise SharedShadow
         written = {
             ref for ref, r in self.externals.items() if memory[self._class(r)] in written_later
         }
         instructions = self._with_shadows(shadowed)
         instructions.append(Commit())
-        rebased = {
-            (node, output): ref
-            for node, p in self.plans.items()
-            for output, register in enumerate(p.outputs)
-            for ref in (shadowed if self.defer else self.externals)
-            if self._class(register) == self._class(self.externals[ref])
-        }
+        rebased = self._rebased(shadowed if self.defer else set(self.externals))
         plans = tuple(self.plans.get(n.id, NodePlan(None, (), (), (), ())) for n in self.graph.nodes)
         return Program(
             instructions=tuple(_with_releases(instructions, kept)),
@@ -342,6 +336,20 @@ class _Lowering:
             kept=frozenset(kept),
             blocks=_blocks(instructions),
         )
+
+    def _rebased(self, externals: set[Captured | Fed]) -> dict[tuple[int, int], Captured | Fed]:
+        """Kept outputs that view one of these external tensors."""
+        rebased: dict[tuple[int, int], Captured | Fed] = {}
+        for node, plan in self.plans.items():
+            for output, register in enumerate(plan.outputs):
+                if not self.graph.nodes[node].outputs[output].kept:
+                    continue
+                viewed = [e for e in externals if self._class(self.externals[e]) == self._class(register)]
+                if len(viewed) > 1:
+                    raise SharedShadow
+                if viewed:
+                    rebased[node, output] = viewed[0]
+        return rebased
 
     def _kept(self) -> set[int]:
         """Registers that Python may want when the iteration has ended."""
