@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from types import CodeType
 
 import torch
 
@@ -52,6 +53,7 @@ class ProgramState:
 
     key: str
     options: Options
+    entry: tuple[CodeType, int]  # where the tape is entered
     phase: Phase = Phase.TRACING
     identities: Identities = field(default_factory=Identities)
     traces: list[Trace] = field(default_factory=list)

@@ -23,7 +23,8 @@ def state_of(frame: FrameType, key: object, options: Options) -> ProgramState:
     identity = (frame.f_code, frame.f_lasti, key, options.executor, default_device())
     with _lock:
         if identity not in _states:
-            _states[identity] = ProgramState(_name(frame.f_code, frame.f_lineno, key), options)
+            name = _name(frame.f_code, frame.f_lineno, key)
+            _states[identity] = ProgramState(name, options, (frame.f_code, frame.f_lasti))
         return _states[identity]
 
 

@@ -66,6 +66,7 @@ def compile_blocks(program: Program, captured: dict[Captured, torch.Tensor]) -> 
         raise Unsupported("compiled blocks need the native GraphRunner, which was not built")
     outside = _uses_outside(program)
     replaced: dict[int, list[Instruction]] = {}
+    sizes = []
     for first, end in program.blocks:
         instructions = program.instructions[first:end]
         body = [i for i in instructions if not _is_commit(i)]
@@ -74,8 +75,9 @@ def compile_blocks(program: Program, captured: dict[Captured, torch.Tensor]) -> 
         block = make_block(program, body, outside[first])
         library = core.Library(_library(block, program))
         compiled = Compiled(library, block.sources, block.outs)
+        sizes.append(sum(isinstance(i, Call) for i in body))
         replaced[first] = [compiled, *(replace(i, release=()) for i in instructions if _is_commit(i))]
-    return _spliced(program, replaced)
+    return replace(_spliced(program, replaced), compiled=tuple(sizes))
 
 
 def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) -> Block:

@@ -12,7 +12,7 @@ value or not.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -152,6 +152,7 @@ class Program:
         metas: metadata of the registers that hold tensors.
         kept: registers that Python may read after the end.
         blocks: (first, last + 1) of every stretch of instructions without control flow.
+        compiled: how many operations each compiled block has, if blocks were compiled.
     """
 
     instructions: tuple[Instruction, ...]
@@ -166,4 +167,5 @@ class Program:
     random: bool
     metas: dict[int, TensorMeta]
     kept: frozenset[int]
-    blocks: tuple[tuple[int, int], ...] = field(default=())
+    blocks: tuple[tuple[int, int], ...] = ()
+    compiled: tuple[int, ...] = ()

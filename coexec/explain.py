@@ -1,0 +1,193 @@
+"""What happened to each program: `coexec.explain()`.
+
+In:  the states of all programs.
+Out: an `Explanation` whose text a person reads and whose fields a program does.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coexec.program_state import Phase, ProgramState
+from coexec.programs import all_states
+from coexec.tracegraph.cases import SwitchCase, assign_cases
+from coexec.tracegraph.graph import TraceGraph
+from coexec.tracegraph.loops import Loop, loops_around
+from coexec.tracegraph.program import Call, Program, When
+from coexec.tracegraph.text import format_cases, format_graph
+from coexec.tracer.location import describe, sites
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Why an iteration, or the rest of them, did not run in the co-execution phase."""
+
+    iteration: int
+    id: str
+    cause: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stretch of the symbolic graph without control flow."""
+
+    operations: int
+    deferred: int
+    executor: str
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """One program.
+
+    Attributes:
+        key: where its tape stands.
+        phase: what its next iteration will do.
+        steps: iterations by phase: `tracing`, `co-execution`, `fallback`, `eager`.
+        traces: traces collected.
+        fallbacks: co-executed iterations that became eager ones.
+        causes: every cause that kept an iteration from co-execution.
+        eager_cause: why the program is left alone, if it is.
+        graph: its TraceGraph.
+        graph_text: the TraceGraph as text, loops rolled up.
+        switch_cases: the switch-cases of the TraceGraph.
+        blocks: the blocks of its program.
+        compile_s: seconds that each making of a symbolic graph took.
+        python_ms, python_stall_ms: the PythonRunner's time of each co-executed iteration, and its wait.
+        graph_ms, graph_stall_ms: the GraphRunner's.
+    """
+
+    key: str
+    phase: str
+    steps: dict[str, int]
+    traces: int
+    fallbacks: int
+    causes: tuple[Fallback, ...]
+    eager_cause: str | None
+    graph: TraceGraph | None
+    graph_text: str
+    switch_cases: tuple[SwitchCase, ...]
+    blocks: tuple[Block, ...]
+    compile_s: tuple[float, ...]
+    python_ms: tuple[float, ...]
+    python_stall_ms: tuple[float, ...]
+    graph_ms: tuple[float, ...]
+    graph_stall_ms: tuple[float, ...]
+
+    @property
+    def coexec_share(self) -> float:
+        """Share of iterations that ran in the co-execution phase, between 0 and 1."""
+        total = sum(self.steps.values())
+        return self.steps.get("co-execution", 0) / total if total else 0.0
+
+    def summary(self) -> str:
+        """The report without the graph."""
+        steps = ", ".join(f"{n} {phase}" for phase, n in self.steps.items()) or "none"
+        lines = [
+            f"program {self.key}: {self.phase} phase",
+            f"  iterations: {steps}; {self.traces} traces, {self.fallbacks} fallbacks",
+        ]
+        counts = Counter((c.id, c.cause, c.where) for c in self.causes)
+        for (id_, cause, where), n in counts.most_common(8):
+            lines.append(f"  {n} x {id_} {cause} (from {where})")
+        if len(counts) > 8:
+            lines.append(f"  and {len(counts) - 8} other causes")
+        if self.eager_cause:
+            lines.append(f"  left to eager execution: {self.eager_cause}")
+        if self.blocks:
+            sizes = ", ".join(
+                f"{b.operations} operations by {b.executor}" + (f" ({b.deferred} at the commit)" if b.deferred else "")
+                for b in self.blocks
+            )
+            lines.append(f"  blocks: {sizes}; made in {sum(self.compile_s):.2f} s")
+        if self.python_ms:
+            lines.append(
+                f"  PythonRunner: {_median(self.python_ms)} ms a step and {_median(self.python_stall_ms)} waiting; "
+                f"GraphRunner: {_median(self.graph_ms)} ms and {_median(self.graph_stall_ms)} waiting (medians)"
+            )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        parts = [self.summary()]
+        if self.graph_text:
+            parts += ["  TraceGraph:", _indented(self.graph_text)]
+        if len(self.switch_cases) > 1:
+            parts += ["  switch-cases:", _indented(format_cases(self.switch_cases))]
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All programs, in the order in which they first ran."""
+
+    programs: tuple[ProgramReport, ...]
+
+    def summary(self) -> str:
+        """The text without the graphs."""
+        return "\n".join(p.summary() for p in self.programs) or "no tape has been used"
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.programs)) or "no tape has been used"
+
+
+def explain() -> Explanation:
+    """What happened to each program: phases, traces, fallbacks and why, the graph, the times.
+
+    Returns:
+        An object that prints as text; its fields hold the same.
+    """
+    return Explanation(tuple(report(state) for state in all_states()))
+
+
+def report(state: ProgramState) -> ProgramReport:
+    """The report of one program."""
+    graph = state.graph
+    program = state.skeleton.program if state.skeleton is not None else None
+    return ProgramReport(
+        key=state.key,
+        phase=state.phase.value,
+        steps=dict(state.steps),
+        traces=state.collected,
+        fallbacks=state.fallbacks,
+        causes=tuple(Fallback(i, c.reason.id, f"{c.reason.title}: {c.detail}", c.where) for i, c in state.causes),
+        eager_cause=None if state.eager_cause is None else str(state.eager_cause),
+        graph=graph,
+        graph_text="" if graph is None else format_graph(graph, describe, graph_loops(graph, state)),
+        switch_cases=() if graph is None else assign_cases(graph.edges),
+        blocks=() if program is None or state.phase is not Phase.COEXECUTION else _blocks(program),
+        compile_s=tuple(state.compile_s),
+        python_ms=tuple(state.python_ms),
+        python_stall_ms=tuple(state.python_stall_ms),
+        graph_ms=tuple(state.graph_ms),
+        graph_stall_ms=tuple(state.graph_stall_ms),
+    )
+
+
+def graph_loops(graph: TraceGraph, state: ProgramState) -> dict[int, tuple[Loop, ...]]:
+    """The loops around each node of a program's graph."""
+    return {
+        n.id: loops_around(reversed(sites(n.location)), state.entry) for n in graph.nodes
+    }
+
+
+def _blocks(program: Program) -> tuple[Block, ...]:
+    if program.compiled:
+        return tuple(Block(n, 0, "inductor") for n in program.compiled)
+    blocks = []
+    for first, end in program.blocks:
+        calls = [i for i in program.instructions[first:end] if isinstance(i, Call)]
+        if calls:
+            blocks.append(Block(len(calls), sum(c.when is not When.NOW for c in calls), "aten"))
+    return tuple(blocks)
+
+
+def _median(samples: Sequence[float]) -> str:
+    return f"{statistics.median(samples):.2f}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
