@@ -26,6 +26,8 @@ namespace {
 
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
 
+constexpr int kSpinMicroseconds = 100;
+
 // Status flags differ from moment to moment; only modes are state.
 constexpr unsigned int kFloatModes = 0xffc0u;
 
@@ -53,7 +55,8 @@ Runner::Runner() : thread_([this] { loop(); }) {}
 Runner::~Runner() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = cancelled_ = true;
+    stop_ = true;
+    cancelled_ = true;
   }
   to_graph_.notify_all();
   py::gil_scoped_release release;
@@ -68,9 +71,12 @@ void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> cap
   TORCH_CHECK(captured.size() == program_->captured.size(), "captured tensors do not fit the program");
   for (size_t i = 0; i < captured.size(); ++i) registers_[program_->captured[i]] = std::move(captured[i]);
   published_.assign(program_->fetch_slots, std::nullopt);
-  cancelled_ = committed_ = committing_ = false;
+  cancelled_ = false;
+  committed_ = committing_ = false;
   error_ = nullptr;
   deferred_.clear();
+  available_ = 0;
+  taken_ = 0;
   thread_state_ = {at::get_num_threads(), COEXEC_GET_FLOAT_CONTROL() & kFloatModes};
   state_ = State::Ready;
   if (start) {
@@ -90,7 +96,8 @@ void Runner::start() {
 void Runner::send(c10::IValue message) {
   std::lock_guard<std::mutex> lock(mutex_);
   messages_.push_back(std::move(message));
-  to_graph_.notify_one();
+  available_.fetch_add(1, std::memory_order_release);
+  if (graph_waits_) to_graph_.notify_one();
 }
 
 template <typename Condition>
@@ -172,15 +179,23 @@ void Runner::finish() {
 }
 
 c10::IValue Runner::receive() {
+  auto began = Clock::now();
+  // Waking a thread costs more than most of the waits here are long: look for a while before sleeping.
+  while (available_.load(std::memory_order_acquire) == taken_ && !cancelled_ &&
+         Clock::now() - began < std::chrono::microseconds(kSpinMicroseconds)) {
+    std::this_thread::yield();
+  }
   std::unique_lock<std::mutex> lock(mutex_);
   if (messages_.empty() && !cancelled_) {
-    auto t = Clock::now();
+    graph_waits_ = true;
     to_graph_.wait(lock, [this] { return cancelled_ || !messages_.empty(); });
-    stall_s_ += seconds_since(t);
+    graph_waits_ = false;
   }
+  stall_s_ += seconds_since(began);
   if (cancelled_) throw Cancelled{};
   kept_.push_back(std::move(messages_.front()));
   messages_.pop_front();
+  ++taken_;
   return kept_.back();
 }
 
@@ -236,7 +251,11 @@ void Runner::execute() {
         }
         break;
       case Opcode::Feed:
-        registers_[instruction.outs[0]] = receive();
+        if (instruction.when != When::Now) {
+          deferred_.push_back(&instruction);
+        } else {
+          registers_[instruction.outs[0]] = receive();
+        }
         break;
       case Opcode::Fetch: {
         const c10::IValue& value = registers_[instruction.ins[0]];
@@ -277,7 +296,12 @@ void Runner::execute() {
         c10::impl::ExcludeDispatchKeyGuard guard(kAutograd);
         for (When round : {When::Commit, When::CommitLast}) {
           for (const Instruction* deferred : deferred_) {
-            if (deferred->when == round) call(*deferred);
+            if (deferred->when != round) continue;
+            if (deferred->opcode == Opcode::Feed) {
+              registers_[deferred->outs[0]] = receive();
+            } else {
+              call(*deferred);
+            }
           }
         }
         break;

@@ -7,6 +7,7 @@
 
 #include "program.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -56,8 +57,13 @@ class Runner {
   mutable std::mutex mutex_;
   std::condition_variable to_graph_, to_python_;
   State state_ = State::Idle;
-  bool stop_ = false, cancelled_ = false, committed_ = false, committing_ = false;
+  bool stop_ = false;
+  std::atomic<bool> cancelled_{false};
+  bool committed_ = false, committing_ = false;
   std::deque<c10::IValue> messages_;
+  std::atomic<int64_t> available_{0};  // messages sent in this iteration
+  int64_t taken_ = 0;                  // of them, by the GraphRunner
+  bool graph_waits_ = false;
   std::vector<std::optional<c10::IValue>> published_;
   std::vector<c10::IValue> kept_;  // messages already read: Python drops them, not this thread
   std::exception_ptr error_;

@@ -149,7 +149,7 @@ class InterpretedRunner:
     def _execute(self) -> None:
         instructions = self._program.instructions
         values = self._values
-        deferred: list[Call] = []
+        deferred: list[Call | Feed] = []
         position = 0
         while position < len(instructions):
             instruction = instructions[position]
@@ -157,10 +157,10 @@ class InterpretedRunner:
             match instruction:
                 case Call(when=When.NOW):
                     self._call(instruction)
-                case Call():
-                    deferred.append(instruction)
-                case Feed():
+                case Feed(when=When.NOW):
                     values[instruction.out] = self._receive()
+                case Call() | Feed():
+                    deferred.append(instruction)
                 case Fetch():
                     value = values[instruction.source]
                     self._publish(instruction.slot, value.clone() if instruction.copy else value)
@@ -176,8 +176,11 @@ class InterpretedRunner:
                 case Commit():
                     self._wait_for_commit()
                     self._committing = True
-                    for call in sorted(deferred, key=lambda c: c.when):
-                        self._call(call)
+                    for late in sorted(deferred, key=lambda i: i.when):
+                        if isinstance(late, Feed):
+                            values[late.out] = self._receive()
+                        else:
+                            self._call(late)
             for register in instruction.release:
                 values[register] = None
             if self._cancelled:

@@ -94,7 +94,7 @@ def _encode(instruction: Instruction) -> dict[str, Any]:
                 "where": describe(instruction.location),
             }
         case Feed():
-            out["outs"] = [instruction.out]
+            out |= {"outs": [instruction.out], "when": int(instruction.when)}
         case Fetch():
             out |= {"ins": [instruction.source], "slot": instruction.slot, "copy": instruction.copy}
         case Move():

@@ -76,6 +76,7 @@ class Iteration:
     captured: list[torch.Tensor | None] = field(default_factory=list)
     externals: dict[int, Captured | Fed] = field(default_factory=dict)  # by id of the object
     fed: dict[Fed, torch.Tensor] = field(default_factory=dict)
+    late: list[torch.Tensor | Number] = field(default_factory=list)  # messages for the commit
     grads: dict[int, tuple[Token, Token]] = field(default_factory=dict)  # by id of the leaf
     location: int = -1
 
@@ -109,7 +110,7 @@ class PythonRunner(TorchFunctionMode):
         for index, tensor in enumerate(captured):
             if tensor is not None:
                 self.iteration.externals[id(tensor)] = Captured(index)
-        self.restore_random_state = random_state.save(skeleton.program)
+        self.restore_random_state = random_state.save(skeleton.generators)
         bound = [captured[i] for i in skeleton.program.captured]
         self.graph_runner.begin(skeleton.program, bound, not lazy)  # type: ignore[arg-type]  # checked before
 
@@ -290,9 +291,10 @@ class PythonRunner(TorchFunctionMode):
                 it.externals[id(token)] = binding
                 it.fed[binding] = token
         for argument in plan.feeds[index] if plan.feeds else ():
-            send(_unshared(tokens[argument], Fed(node.id, argument) in program.written))
-        for slot, transform in plan.numbers:
-            send(TRANSFORMS[transform](numbers[slot]))
+            put = it.late.append if argument in plan.late else send
+            put(_unshared(tokens[argument], Fed(node.id, argument) in program.written))
+        for slot, transform, late in plan.numbers:
+            (it.late.append if late else send)(TRANSFORMS[transform](numbers[slot]))
         it.at = node.id
         it.path.append(node.id)
         record = EventRecord(node, key, state, tokens, numbers, location)
@@ -385,6 +387,8 @@ class PythonRunner(TorchFunctionMode):
         for binding in alive:
             if not graph.nodes[binding.event].outputs[binding.output].kept:
                 raise Mismatch("CX0003", f"a result of {graph.nodes[binding.event].name} is still referenced")
+        for message in it.late:
+            self.graph_runner.send(message)
         began = time.perf_counter()
         self.graph_runner.commit()
         try:

@@ -6,7 +6,7 @@ Out: a function that puts the states back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,13 @@ import torch
 from coexec.tracegraph.program import Call, Program
 
 
-def save(program: Program) -> Callable[[], None]:
-    """Saves the states that the program may change.
+def save(generators: Sequence[torch.Generator]) -> Callable[[], None]:
+    """Saves the states of generators.
 
     Returns:
         A function that puts them back.
     """
-    if not program.random:
-        return lambda: None
-    states = [(g, g.get_state()) for g in generators(program)]
+    states = [(g, g.get_state()) for g in generators]
 
     def restore() -> None:
         for generator, state in states:
@@ -31,15 +29,17 @@ def save(program: Program) -> Callable[[], None]:
     return restore
 
 
-def generators(program: Program) -> list[torch.Generator]:
-    """The default generators, and those that operations were given."""
+def generators_of(program: Program) -> tuple[torch.Generator, ...]:
+    """The generators that a program draws from: the default ones, and those that operations were given."""
+    if not program.random:
+        return ()
     found = [torch.default_generator]
     if torch.cuda.is_initialized():
         found += torch.cuda.default_generators
     for instruction in program.instructions:
         if isinstance(instruction, Call):
             found += [g for g in _generators(instruction.args) if not any(g is f for f in found)]
-    return found
+    return tuple(found)
 
 
 def _generators(args: Any) -> Iterator[torch.Generator]:

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from coexec.runners.random_state import generators_of
 from coexec.tracegraph.calls import number_class
 from coexec.tracegraph.graph import END, Node, TraceGraph
 from coexec.tracegraph.numbers import same_number
-from coexec.tracegraph.program import NodePlan, Program
+from coexec.tracegraph.program import Program
 from coexec.tracegraph.trace import Number
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A live TraceGraph, its program, and the children of each node as nodes."""
+    """A live TraceGraph, its program, the children of each node, and the generators it draws from."""
 
     graph: TraceGraph
     program: Program
     children: dict[int, tuple[Node, ...]]
-
-    def plan(self, node: Node) -> NodePlan:
-        """What to send at a node."""
-        return self.program.plans[node.id]
+    generators: tuple[torch.Generator, ...]
 
 
 def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
@@ -33,7 +33,7 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
     children = {
         source: tuple(graph.nodes[t] for t in targets if t != END) for source, targets in graph.edges.items()
     }
-    return Skeleton(graph, program, children)
+    return Skeleton(graph, program, children, generators_of(program))
 
 
 def numbers_fit(node: Node, numbers: list[Number]) -> bool:

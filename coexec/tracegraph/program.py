@@ -53,11 +53,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Waits for a tensor or number from the PythonRunner; `example` describes a tensor."""
+    """Waits for a tensor or number from the PythonRunner; `example` describes a tensor.
+
+    What only calls at the commit use is waited for there.
+    """
 
     out: int
     example: Any
     location: int
+    when: When = When.NOW
     release: tuple[int, ...] = ()
 
 
@@ -125,14 +129,16 @@ class NodePlan:
     Attributes:
         select: number of the alternative to send, for each alternative; None when it makes no difference.
         feeds: tensor arguments to send, for each alternative.
-        numbers: number slots to send, with the transform of each.
+        late: those of them that are sent at the commit instead.
+        numbers: number slots to send, the transform of each, and whether it is sent at the commit.
         fetches: fetch slot of each tensor argument of a fetch; None where `direct` has it.
         outputs: register of each output.
     """
 
     select: tuple[int, ...] | None
     feeds: tuple[tuple[int, ...], ...]
-    numbers: tuple[tuple[int, str], ...]
+    late: frozenset[int]
+    numbers: tuple[tuple[int, str, bool], ...]
     fetches: tuple[int, ...]
     outputs: tuple[int, ...]
 

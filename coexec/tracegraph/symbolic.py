@@ -7,6 +7,8 @@ Out: a `Program`: the switch-cases of Algorithm 1 in order, each basic block as 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +20,7 @@ from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
 from coexec.tracegraph.graph import Captured, Fed, FedNumber, Node, NodeSource, TraceGraph
 from coexec.tracegraph.hazards import Access, schedule
+from coexec.tracegraph.hoist import TINY, Movable, early
 from coexec.tracegraph.numbers import TRANSFORMS
 from coexec.tracegraph.program import (
     Call,
@@ -65,6 +68,7 @@ class _Emitted:
     defines: frozenset[int] = frozenset()  # registers
     writes: frozenset[int] = frozenset()  # registers whose memory it writes
     random: bool = False
+    always: bool = False  # executed on every path
 
 
 @dataclass
@@ -113,6 +117,9 @@ class _Lowering:
             self._case(case)
         straight = all(isinstance(e.instruction, Fetch) for e in self.emitted[start:])
         if len(switch_case.cases) == 1 or straight:
+            if not any(isinstance(e.instruction, (Switch, Jump)) for e in self.emitted[start:]):
+                for emitted in self.emitted[start:]:
+                    emitted.always = True
             return
         # Emitted in a row so far: put the switch in front and a jump behind each case.
         rows, self.emitted[start:] = self.emitted[start:], []
@@ -153,7 +160,7 @@ class _Lowering:
                 fetch = Fetch(self.fetch_slots, register, False, node.location)
                 self.emitted.append(_Emitted(fetch, uses=frozenset({register})))
                 self.fetch_slots += 1
-            self.plans[node.id] = NodePlan(select, feeds, numbers, tuple(slots), ())
+            self.plans[node.id] = NodePlan(select, feeds, frozenset(), numbers, tuple(slots), ())
             return
         locals_: dict[tuple[int, int], int] = {}
         for index, operation in enumerate(node.operations):
@@ -164,7 +171,7 @@ class _Lowering:
                     self.values[Computed(node.id, index, number)] = register
             self._operation(node, index, sources, locals_)
         outputs = tuple(self._resolve(o.value, sources, locals_) for o in node.outputs)
-        self.plans[node.id] = NodePlan(select, feeds, numbers, (), outputs)
+        self.plans[node.id] = NodePlan(select, feeds, frozenset(), numbers, (), outputs)
 
     def _sources(
         self, node: Node
@@ -205,14 +212,14 @@ class _Lowering:
             self.emitted[jump] = _Emitted(Jump(len(self.emitted)))
         return merged
 
-    def _numbers(self, node: Node) -> tuple[tuple[int, str], ...]:
+    def _numbers(self, node: Node) -> tuple[tuple[int, str, bool], ...]:
         """Feeds the numbers of the node that its operations, or later ones, use."""
         fed = tuple(f for f in self.fed_numbers if f.node == node.id)
         for number in fed:
             self.numbers[number] = self._register()
             example = TRANSFORMS[number.transform](node.numbers[number.slot].value)
             self.emitted.append(_Emitted(Feed(self.numbers[number], example, node.location)))
-        return tuple((f.slot, f.transform) for f in fed)
+        return tuple((f.slot, f.transform, False) for f in fed)
 
     def _operation(
         self,
@@ -236,6 +243,7 @@ class _Lowering:
             return argument
 
         args = tuple(encode(a) for a in operation.args)
+        used |= {self.numbers[f] for f in _fed_numbers(operation.args)}
         outs: list[int | None] = []
         for number, result in enumerate(operation.results):
             register = locals_.get((index, number))
@@ -314,13 +322,15 @@ class _Lowering:
         shadowed = {ref for ref, r in self.externals.items() if memory[self._class(r)] in plan.shadowed}
         if any(len(group & shadowed) > 1 for group in self.graph.shared):
             raise SharedShadow
+        self._put_off_feeds()
+        hoisted = self._hoisted(accesses)
         written = {
             ref for ref, r in self.externals.items() if memory[self._class(r)] in written_later
         }
-        instructions = self._with_shadows(shadowed)
+        instructions = self._with_shadows(shadowed, hoisted)
         instructions.append(Commit())
         rebased = self._rebased(shadowed if self.defer else set(self.externals))
-        plans = tuple(self.plans.get(n.id, NodePlan(None, (), (), (), ())) for n in self.graph.nodes)
+        plans = tuple(self.plans.get(n.id, NodePlan(None, (), frozenset(), (), (), ())) for n in self.graph.nodes)
         return Program(
             instructions=tuple(_with_releases(instructions, kept)),
             registers=self.registers,
@@ -336,6 +346,44 @@ class _Lowering:
             kept=frozenset(kept),
             blocks=_blocks(instructions),
         )
+
+    def _hoisted(self, accesses: list[Access]) -> list[int]:
+        """Positions of the instructions that run before all others."""
+
+        def tiny(emitted: _Emitted) -> bool:
+            metas = [self.register_metas.get(r) for r in emitted.uses | emitted.defines]
+            return all(m is not None and math.prod(m.shape) <= TINY for m in metas)
+
+        movable = [
+            Movable(
+                access,
+                allowed=emitted.always
+                and not emitted.random
+                and not _at_commit(emitted.instruction)
+                and isinstance(emitted.instruction, (Call, Fetch))
+                and tiny(emitted),
+                fetch=isinstance(emitted.instruction, Fetch),
+            )
+            for emitted, access in zip(self.emitted, accesses, strict=True)
+        ]
+        return early(movable, frozenset(self.captured.values()))
+
+    def _put_off_feeds(self) -> None:
+        """Feeds that only the commit needs are sent there, so that nothing waits for them before."""
+        now = {u for e in self.emitted if not _at_commit(e.instruction) for u in e.uses}
+        late = set()
+        for emitted in self.emitted:
+            feed = emitted.instruction
+            if isinstance(feed, Feed) and feed.out not in now:
+                emitted.instruction = replace(feed, when=When.COMMIT)
+                late.add(feed.out)
+        for node, plan in self.plans.items():
+            numbers = tuple(
+                (s, t, self.numbers[FedNumber(node, s, t)] in late) for s, t, _ in plan.numbers
+            )
+            feeds = {a for alternative in plan.feeds for a in alternative}
+            late_feeds = frozenset(a for a in feeds if self.values[Fed(node, a)] in late)
+            self.plans[node] = replace(plan, numbers=numbers, late=late_feeds)
 
     def _rebased(self, externals: set[Captured | Fed]) -> dict[tuple[int, int], Captured | Fed]:
         """Kept outputs that view one of these external tensors."""
@@ -385,16 +433,15 @@ class _Lowering:
             immediate=isinstance(emitted.instruction, (Fetch, Move)),
         )
 
-    def _with_shadows(self, shadowed: set[Captured | Fed]) -> list[Instruction]:
-        """Replaces shadowed external tensors by copies, made where they are bound."""
-        if not shadowed:
-            return [e.instruction for e in self.emitted]
+    def _with_shadows(self, shadowed: set[Captured | Fed], hoisted: list[int]) -> list[Instruction]:
+        """Replaces shadowed external tensors by copies, made where they are bound; hoists."""
         shadow = {
             self.externals[ref]: self._register(self.register_metas[self.externals[ref]]) for ref in shadowed
         }
         renamed = [_renamed(e.instruction, shadow) for e in self.emitted]
-        out: list[list[Instruction]] = [[i] for i in renamed]
         prologue: list[Instruction] = []
+        groups: list[list[Instruction]] = [[i] for i in renamed]
+        bound_at = {i.out: p for p, i in enumerate(renamed) if isinstance(i, Feed)}
         for register, copy in shadow.items():
             pair: list[Instruction] = [
                 Call(torch.ops.aten.clone.default, (Reg(register), None), (copy,), When.NOW, -1),
@@ -406,18 +453,15 @@ class _Lowering:
                     -1,
                 ),
             ]
-            at = next((i for i, e in enumerate(renamed) if isinstance(e, Feed) and e.out == register), None)
-            if at is None:
-                prologue += pair
+            if register in bound_at:
+                groups[bound_at[register]] += pair
             else:
-                out[at] += pair
-        starts = []
-        position = len(prologue)
-        for group in out:
-            starts.append(position)
-            position += len(group)
-        starts.append(position)
-        return prologue + [_retargeted(i, starts) for group in out for i in group]
+                prologue += pair
+        for position in hoisted:
+            prologue.append(renamed[position])
+            groups[position] = [Move((), ())]
+        starts = list(itertools.accumulate((len(g) for g in groups), initial=len(prologue)))
+        return prologue + [_retargeted(i, starts) for group in groups for i in group]
 
 
 def _external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:
@@ -431,6 +475,10 @@ def _external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:
                 if isinstance(binding, (Captured, Fed)) and meta is not None:
                     metas.setdefault(binding, meta)
     return metas
+
+
+def _at_commit(instruction: Instruction) -> bool:
+    return isinstance(instruction, Call) and instruction.when is not When.NOW
 
 
 def _fed_numbers(args: Any) -> Iterator[FedNumber]:
@@ -497,7 +545,7 @@ def _with_releases(instructions: list[Instruction], kept: set[int]) -> list[Inst
     """Drops every register after the last instruction that may read it, unless it is kept."""
     last: dict[int, int] = {}
     for position, instruction in enumerate(instructions):
-        put_off = isinstance(instruction, Call) and instruction.when is not When.NOW
+        put_off = _at_commit(instruction)
         for register in _used(instruction):
             last[register] = len(instructions) - 1 if put_off else max(position, last.get(register, 0))
         for register in _defined(instruction):

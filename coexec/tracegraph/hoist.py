@@ -1,0 +1,90 @@
+"""Moves what Python looks at early to the front of the program.
+
+An optimizer reads its step counters in every iteration. In program order the counters are advanced
+after the backward pass, so Python would wait for all of it. What such a fetch needs is tiny and
+depends on nothing but captured tensors; run first, it is there before Python asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coexec.tracegraph.hazards import Access
+
+#: Elements of the largest tensor that counts as tiny.
+TINY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """What has to be known of an instruction: its accesses, and whether it may be moved at all.
+
+    An instruction may be moved if it is executed on every path, not put off to the commit, draws no
+    random numbers, and all its tensors are tiny. `fetch` marks those that are worth it.
+    """
+
+    access: Access
+    allowed: bool
+    fetch: bool
+
+
+def early(instructions: Sequence[Movable], ready: frozenset[int]) -> list[int]:
+    """The instructions to run first, in program order.
+
+    Args:
+        instructions: all instructions in program order.
+        ready: registers that hold captured tensors.
+    """
+    candidates: set[int] = set()
+    defined = set(ready)
+    touched: set[int] = set()  # memory that instructions which stay read or write
+    written: set[int] = set()
+    for position, movable in enumerate(instructions):
+        access = movable.access
+        moves = (
+            movable.allowed
+            and access.uses <= defined
+            and not access.writes & touched
+            and not access.reads & written
+        )
+        if moves:
+            candidates.add(position)
+            defined |= access.defines
+        else:
+            touched |= access.reads | access.writes
+            written |= access.writes
+    return _needed(instructions, candidates)
+
+
+def _needed(instructions: Sequence[Movable], candidates: set[int]) -> list[int]:
+    """The candidates that a fetch among them depends on, and the fetches."""
+    uses: set[int] = set()
+    memory: set[int] = set()
+    chosen = []
+    for position in sorted(candidates, reverse=True):
+        access = instructions[position].access
+        if instructions[position].fetch or access.defines & uses or access.writes & memory:
+            chosen.append(position)
+            uses |= access.uses
+            memory |= access.reads | access.writes
+    return _closed(instructions, chosen[::-1], candidates)
+
+
+def _closed(instructions: Sequence[Movable], chosen: list[int], candidates: set[int]) -> list[int]:
+    """Leaves out what would pass a candidate that stays and touches the same memory."""
+    stays = candidates - set(chosen)
+    result = []
+    blocked: set[int] = set()
+    blocked_registers: set[int] = set()
+    for position in sorted(candidates):
+        access = instructions[position].access
+        if position in stays:
+            blocked |= access.reads | access.writes
+            blocked_registers |= access.defines
+        elif access.writes & blocked or access.uses & blocked_registers:
+            blocked |= access.reads | access.writes
+            blocked_registers |= access.defines
+        else:
+            result.append(position)
+    return result
