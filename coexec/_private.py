@@ -92,7 +92,9 @@ def default_device() -> str:
     return str([str(m.device) for m in contexts])
 
 
-def compile_ahead_of_time(module: torch.fx.GraphModule, examples: tuple[torch.Tensor, ...], path: str) -> None:
+def compile_ahead_of_time(
+    module: torch.fx.GraphModule, examples: tuple[torch.Tensor, ...], path: str
+) -> None:
     """Compiles a graph of ATen operations with TorchInductor into a package at `path`.
 
     Random numbers come from eager's kernels, so that they are eager's numbers.

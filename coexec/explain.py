@@ -18,7 +18,7 @@ from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.loops import Loop, loops_around
 from coexec.tracegraph.program import Call, Program, When
 from coexec.tracegraph.text import format_cases, format_graph
-from coexec.tracer.location import describe, sites
+from coexec.location import describe, sites
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ class ProgramReport:
             lines.append(f"  left to eager execution: {self.eager_cause}")
         if self.blocks:
             sizes = ", ".join(
-                f"{b.operations} operations by {b.executor}" + (f" ({b.deferred} at the commit)" if b.deferred else "")
+                f"{b.operations} operations by {b.executor}"
+                + (f" ({b.deferred} at the commit)" if b.deferred else "")
                 for b in self.blocks
             )
             lines.append(f"  blocks: {sizes}; made in {sum(self.compile_s):.2f} s")
@@ -153,7 +154,9 @@ def report(state: ProgramState) -> ProgramReport:
         steps=dict(state.steps),
         traces=state.collected,
         fallbacks=state.fallbacks,
-        causes=tuple(Fallback(i, c.reason.id, f"{c.reason.title}: {c.detail}", c.where) for i, c in state.causes),
+        causes=tuple(
+            Fallback(i, c.reason.id, f"{c.reason.title}: {c.detail}", c.where) for i, c in state.causes
+        ),
         eager_cause=None if state.eager_cause is None else str(state.eager_cause),
         graph=graph,
         graph_text="" if graph is None else format_graph(graph, describe, graph_loops(graph, state)),
@@ -169,9 +172,7 @@ def report(state: ProgramState) -> ProgramReport:
 
 def graph_loops(graph: TraceGraph, state: ProgramState) -> dict[int, tuple[Loop, ...]]:
     """The loops around each node of a program's graph."""
-    return {
-        n.id: loops_around(reversed(sites(n.location)), state.entry) for n in graph.nodes
-    }
+    return {n.id: loops_around(reversed(sites(n.location)), state.entry) for n in graph.nodes}
 
 
 def _blocks(program: Program) -> tuple[Block, ...]:

@@ -45,7 +45,9 @@ class Options:
             if value not in allowed:
                 raise OptionError(f"{name}={value!r}; it can be {' or '.join(map(repr, allowed))}")
         elif not isinstance(value, allowed) or (allowed is int and (isinstance(value, bool) or value < 2)):
-            raise OptionError(f"{name}={value!r}; it has to be {'an int above 1' if allowed is int else 'a bool'}")
+            raise OptionError(
+                f"{name}={value!r}; it has to be {'an int above 1' if allowed is int else 'a bool'}"
+            )
         object.__setattr__(self, name, value)
 
     def replaced(self, **changes: Any) -> Options:

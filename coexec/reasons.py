@@ -26,14 +26,38 @@ def _registry(*reasons: Reason) -> dict[str, Reason]:
 REASONS = _registry(
     Reason("CX0001", "new path", "Nothing to do: the new trace is merged into the TraceGraph."),
     Reason("CX0002", "an exception left the block", "Nothing to do: the state is that of eager execution."),
-    Reason("CX0003", "a tensor outlived the iteration for the first time", "Nothing to do: it is kept from now on."),
+    Reason(
+        "CX0003",
+        "a tensor outlived the iteration for the first time",
+        "Nothing to do: it is kept from now on.",
+    ),
     Reason("CX0004", "a captured tensor was replaced", "Nothing to do: it is fed from now on."),
-    Reason("CX0005", "the graph failed where eager execution decides", "See the exception that eager execution raised."),
-    Reason("CX0101", "operations ran outside of any torch call", "Move the call that launches them out of the block."),
-    Reason("CX0102", "user code ran inside of a torch call", "Custom functions, hooks and checkpointing run eagerly."),
+    Reason(
+        "CX0005",
+        "the graph failed where eager execution decides",
+        "See the exception that eager execution raised.",
+    ),
+    Reason(
+        "CX0101",
+        "operations ran outside of any torch call",
+        "Move the call that launches them out of the block.",
+    ),
+    Reason(
+        "CX0102",
+        "user code ran inside of a torch call",
+        "Custom functions, hooks and checkpointing run eagerly.",
+    ),
     Reason("CX0103", "a tensor changed outside of any torch call", "Custom autograd functions run eagerly."),
-    Reason("CX0104", "autograd history comes from outside of the block", "Compute the loss inside of the block, or detach."),
-    Reason("CX0105", "autograd history outlives the block", "Call backward inside of the block, or detach what you keep."),
+    Reason(
+        "CX0104",
+        "autograd history comes from outside of the block",
+        "Compute the loss inside of the block, or detach.",
+    ),
+    Reason(
+        "CX0105",
+        "autograd history outlives the block",
+        "Call backward inside of the block, or detach what you keep.",
+    ),
     Reason("CX0106", "a result depends on data inside of a torch call", "Data-dependent shapes run eagerly."),
     Reason("CX0107", "a tensor is not a plain strided tensor", "Subclasses and sparse tensors run eagerly."),
     Reason("CX0108", "an external tensor's attributes changed", "Do it outside of the block."),
@@ -41,14 +65,22 @@ REASONS = _registry(
     Reason("CX0110", "an argument cannot be compared", "Pass numbers, strings and tensors."),
     Reason("CX0111", "a torch call reads a tensor that nothing explains", "Pass the tensor as an argument."),
     Reason("CX0112", "hooks are registered on a tensor", "Tensor hooks run eagerly."),
-    Reason("CX0113", "another torch function or dispatch mode is active", "Enter the mode inside of the tape, or not at all."),
+    Reason(
+        "CX0113",
+        "another torch function or dispatch mode is active",
+        "Enter the mode inside of the tape, or not at all.",
+    ),
     Reason("CX0114", "memory shared with NumPy was written", "Copy the array before you write to it."),
     Reason("CX0115", "tensors that share memory are written and read back", "Give each its own memory."),
-    Reason("CX0116", "too many different traces", "Move what varies out of the block, or give the variants keys."),
+    Reason(
+        "CX0116", "too many different traces", "Move what varies out of the block, or give the variants keys."
+    ),
     Reason("CX0117", "the iteration was too different from its traces too often", "See the fallbacks."),
     Reason("CX0118", "random state was changed between torch calls", "Seed outside of the block."),
     Reason("CX0119", "the tape was used on several threads", "Use one tape a thread, with a key of its own."),
-    Reason("CX0201", "a block runs by the aten executor", "Results are right; only the compiler is not used."),
+    Reason(
+        "CX0201", "a block runs by the aten executor", "Results are right; only the compiler is not used."
+    ),
     Reason("CX0120", "mode is eager", "Asked for by the options."),
 )
 

@@ -24,7 +24,7 @@ from coexec.random_watch import RandomWatch
 from coexec.reasons import Cause, cause
 from coexec.runners.fallback import replay
 from coexec.runners.python_runner import Mismatch, PythonRunner
-from coexec.tracer.location import describe
+from coexec.location import describe
 from coexec.tracer.mode import TracingMode
 from coexec.tracer.recorder import Recorder
 
@@ -153,7 +153,9 @@ class _TracingSession(_Session):
         super().__init__(state)
         self.recorder = Recorder(state.identities)
         self.mode = TracingMode(self.recorder, frame)
-        self._watch = RandomWatch(lambda name: self.recorder.fail("CX0118", f"the default generator's {name}"))
+        self._watch = RandomWatch(
+            lambda name: self.recorder.fail("CX0118", f"the default generator's {name}")
+        )
         self._watch.__enter__()
         self.mode.__enter__()
         self.recorder.__enter__()
@@ -247,10 +249,10 @@ class _CoexecutionSession(_Session):
     def _record_times(self) -> None:
         state, runner = self.state, self.runner
         total = time.perf_counter() - self._began
-        busy, stalled = (now - then for now, then in zip(state.graph_runner.times(), self._graph_times, strict=True))
+        busy, stalled = (
+            now - then for now, then in zip(state.graph_runner.times(), self._graph_times, strict=True)
+        )
         state.python_ms.append((total - runner.stall_s) * 1e3)
         state.python_stall_ms.append(runner.stall_s * 1e3)
         state.graph_ms.append(busy * 1e3)
         state.graph_stall_ms.append(stalled * 1e3)
-
-

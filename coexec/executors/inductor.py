@@ -77,7 +77,8 @@ def compile_blocks(program: Program, captured: dict[Captured, torch.Tensor]) -> 
         compiled = Compiled(library, block.sources, block.outs)
         sizes.append(sum(isinstance(i, Call) for i in body))
         replaced[first] = [compiled, *(replace(i, release=()) for i in instructions if _is_commit(i))]
-    return replace(_spliced(program, replaced), compiled=tuple(sizes))
+    spliced = _spliced(program, replaced)
+    return replace(spliced, compiled=tuple(sizes), uncompiled=program.instructions)
 
 
 def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) -> Block:
@@ -159,7 +160,9 @@ def _emit_feed(graph: Graph, token: Node, feed: Feed) -> tuple[Node, Node]:
     else:
         meta: TensorMeta = feed.example
         size, stride, dtype, device = list(meta.shape), list(meta.stride), meta.dtype, meta.device
-    pair = graph.call_function(torch.ops.coexec.feed.default, (token, [len(size), *size, *stride], dtype, device))
+    pair = graph.call_function(
+        torch.ops.coexec.feed.default, (token, [len(size), *size, *stride], dtype, device)
+    )
     return graph.call_function(operator.getitem, (pair, 0)), graph.call_function(operator.getitem, (pair, 1))
 
 

@@ -36,7 +36,9 @@ def replay(runner: PythonRunner, event: Any) -> None:
     it.placeholders.clear()
     for record in it.records:
         if isinstance(record, GradRecord):
-            _tensor(record.leaf, objects).grad = None if record.value is None else _tensor(record.value, objects)
+            _tensor(record.leaf, objects).grad = (
+                None if record.value is None else _tensor(record.value, objects)
+            )
         else:
             _run(record, objects, event)
     it.records.clear()

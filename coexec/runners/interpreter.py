@@ -27,7 +27,7 @@ from coexec.tracegraph.program import (
     Switch,
     When,
 )
-from coexec.tracer.location import describe
+from coexec.location import describe
 
 
 class Cancelled(Exception):
@@ -204,7 +204,9 @@ class InterpretedRunner:
         if call.when is When.COMMIT_LAST and self._values[call.args[0].index] is None:
             return  # the tensor was not bound on this path
         try:
-            returned = call.target(*(self._resolve(a) for a in call.args[: _positional(call)]), **self._keywords(call))
+            returned = call.target(
+                *(self._resolve(a) for a in call.args[: _positional(call)]), **self._keywords(call)
+            )
         except Exception as e:
             raise RuntimeError(
                 f"{call.target} failed in the GraphRunner (from {describe(call.location)}): {e}"

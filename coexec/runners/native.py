@@ -25,7 +25,7 @@ from coexec.tracegraph.program import (
     Reg,
     Switch,
 )
-from coexec.tracer.location import describe
+from coexec.location import describe
 
 
 class NativeRunner:

@@ -57,7 +57,9 @@ def realize(placeholder: torch.Tensor, real: torch.Tensor) -> None:
 class Guard(TorchDispatchMode):
     """Sees operations that no function mode saw, and calls `give_up` before they touch a placeholder."""
 
-    def __init__(self, is_placeholder: Callable[[torch.Tensor], bool], give_up: Callable[[Any], None]) -> None:
+    def __init__(
+        self, is_placeholder: Callable[[torch.Tensor], bool], give_up: Callable[[Any], None]
+    ) -> None:
         super().__init__()
         self._is_placeholder = is_placeholder
         self._give_up = give_up

@@ -30,7 +30,7 @@ from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.graph import END, START, Captured, Fed, Node, NodeBinding
 from coexec.tracegraph.numbers import TRANSFORMS
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
-from coexec.tracer.location import locate
+from coexec.location import locate
 
 Token = Produced | torch.Tensor | None  # a placeholder by its binding, or a tensor from outside
 
@@ -227,9 +227,7 @@ class PythonRunner(TorchFunctionMode):
         known = self.iteration.externals.get(id(tensor))
         return Fed(node.id, argument) if known is None else known
 
-    def _implicit(
-        self, node: Node, bindings: tuple[NodeBinding, ...], explicit: int
-    ) -> list[Token] | None:
+    def _implicit(self, node: Node, bindings: tuple[NodeBinding, ...], explicit: int) -> list[Token] | None:
         """Checks the leaves that a backward pass reaches, and the gradients that they have."""
         tokens: list[Token] = []
         for position in range(explicit, len(bindings), 2):

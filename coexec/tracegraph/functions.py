@@ -66,7 +66,9 @@ SHARES_MEMORY: frozenset[Callable[..., Any]] = frozenset(_methods("numpy", "__ar
 
 #: Make tensors of Python data: Python runs them itself, their results are external tensors.
 DATA: frozenset[Callable[..., Any]] = frozenset(
-    _functions("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "scalar_tensor", "sparse_coo_tensor")
+    _functions(
+        "tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "scalar_tensor", "sparse_coo_tensor"
+    )
 )
 
 #: Members of `DATA` that may return their argument itself.

@@ -159,6 +159,7 @@ class Program:
         kept: registers that Python may read after the end.
         blocks: (first, last + 1) of every stretch of instructions without control flow.
         compiled: how many operations each compiled block has, if blocks were compiled.
+        uncompiled: the instructions that compiled blocks have replaced.
     """
 
     instructions: tuple[Instruction, ...]
@@ -175,3 +176,9 @@ class Program:
     kept: frozenset[int]
     blocks: tuple[tuple[int, int], ...] = ()
     compiled: tuple[int, ...] = ()
+    uncompiled: tuple[Instruction, ...] = ()
+
+    @property
+    def sent_to(self) -> tuple[Instruction, ...]:
+        """The instructions that show what is fed and selected, in order."""
+        return self.uncompiled or self.instructions

@@ -70,7 +70,10 @@ def _nest(
             position += 1
             continue
         body = []
-        while position < len(nodes) and loops.get(nodes[position].id, ())[depth : depth + 1] == around[depth : depth + 1]:
+        while (
+            position < len(nodes)
+            and loops.get(nodes[position].id, ())[depth : depth + 1] == around[depth : depth + 1]
+        ):
             body.append(nodes[position])
             position += 1
         items.append(

@@ -173,9 +173,7 @@ class _Lowering:
         outputs = tuple(self._resolve(o.value, sources, locals_) for o in node.outputs)
         self.plans[node.id] = NodePlan(select, feeds, frozenset(), numbers, (), outputs)
 
-    def _sources(
-        self, node: Node
-    ) -> tuple[list[int], tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
+    def _sources(self, node: Node) -> tuple[list[int], tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
         """Registers of the node's sources, binding what has to be bound first."""
         feeds = tuple(
             tuple(i for i, b in enumerate(a.bindings) if b == Fed(node.id, i) and b in self.needed)
@@ -324,13 +322,13 @@ class _Lowering:
             raise SharedShadow
         self._put_off_feeds()
         hoisted = self._hoisted(accesses)
-        written = {
-            ref for ref, r in self.externals.items() if memory[self._class(r)] in written_later
-        }
+        written = {ref for ref, r in self.externals.items() if memory[self._class(r)] in written_later}
         instructions = self._with_shadows(shadowed, hoisted)
         instructions.append(Commit())
         rebased = self._rebased(shadowed if self.defer else set(self.externals))
-        plans = tuple(self.plans.get(n.id, NodePlan(None, (), frozenset(), (), (), ())) for n in self.graph.nodes)
+        plans = tuple(
+            self.plans.get(n.id, NodePlan(None, (), frozenset(), (), (), ())) for n in self.graph.nodes
+        )
         return Program(
             instructions=tuple(_with_releases(instructions, kept)),
             registers=self.registers,
@@ -378,9 +376,7 @@ class _Lowering:
                 emitted.instruction = replace(feed, when=When.COMMIT)
                 late.add(feed.out)
         for node, plan in self.plans.items():
-            numbers = tuple(
-                (s, t, self.numbers[FedNumber(node, s, t)] in late) for s, t, _ in plan.numbers
-            )
+            numbers = tuple((s, t, self.numbers[FedNumber(node, s, t)] in late) for s, t, _ in plan.numbers)
             feeds = {a for alternative in plan.feeds for a in alternative}
             late_feeds = frozenset(a for a in feeds if self.values[Fed(node, a)] in late)
             self.plans[node] = replace(plan, numbers=numbers, late=late_feeds)
@@ -581,4 +577,3 @@ def _blocks(instructions: list[Instruction]) -> tuple[tuple[int, int], ...]:
         if not isinstance(instructions[first], (Jump, Switch)) and first < end:
             stretches.append((first, end))
     return tuple(stretches)
-

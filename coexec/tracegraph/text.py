@@ -72,7 +72,9 @@ def format_cases(switch_cases: Sequence[SwitchCase]) -> str:
 
 
 def _line(node: Node, representative: dict[int, int], where: Describe) -> str:
-    columns = zip(*(a.bindings[: len(a.bindings) - len(node.implicit_metas)] for a in node.alternatives), strict=True)
+    columns = zip(
+        *(a.bindings[: len(a.bindings) - len(node.implicit_metas)] for a in node.alternatives), strict=True
+    )
     arguments = ["|".join(dict.fromkeys(_binding(b, representative) for b in column)) for column in columns]
     arguments += [f"~{slot.value:.4g}" for slot in node.numbers if slot.classes is not None]
     place = where(node.location)

@@ -83,7 +83,9 @@ def verify_graph(graph: TraceGraph) -> None:
             _broken("a node's id is its position", f"node {index}")
         if not node.alternatives:
             continue  # not part of the live graph
-        if node.id not in edges or not (nx.has_path(edges, START, node.id) and nx.has_path(edges, node.id, END)):
+        if node.id not in edges or not (
+            nx.has_path(edges, START, node.id) and nx.has_path(edges, node.id, END)
+        ):
             _broken("every node is on a path from start to end", f"node {index}")
         if any(t != END and t <= node.id for t in graph.edges[node.id]):
             _broken("ids are a topological order", f"node {index}")
@@ -121,7 +123,9 @@ def verify_program(graph: TraceGraph, program: Program) -> None:
         for register in _reads(instruction):
             if register not in written:
                 _broken(f"register r{register} is written before it is read", place)
-            if register in released and not (isinstance(instruction, Call) and instruction.when is not When.NOW):
+            if register in released and not (
+                isinstance(instruction, Call) and instruction.when is not When.NOW
+            ):
                 _broken(f"register r{register} is not read after its release", place)
         written |= set(_writes(instruction))
         released |= set(instruction.release)

@@ -13,13 +13,11 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from coexec.tracegraph import calls, functions
-from coexec.tracer.location import locate
+from coexec.location import locate
 from coexec.tracer.recorder import Recorder
 
 _UNRECORDED = (
-    functions.PASSIVE
-    | functions.AMBIENT
-    | {functions.GET_GRAD, functions.SET_GRAD, functions.DELETE_GRAD}
+    functions.PASSIVE | functions.AMBIENT | {functions.GET_GRAD, functions.SET_GRAD, functions.DELETE_GRAD}
 )
 
 
@@ -45,7 +43,9 @@ class TracingMode(TorchFunctionMode):
         """Runs a torch call that Python made at `location`."""
         if function in _UNRECORDED or is_annotation(function):
             return function(*args, **kwargs)
-        if function in functions.DATA and functions.makes_data(function, bool(calls.flatten(args, kwargs)[0])):
+        if function in functions.DATA and functions.makes_data(
+            function, bool(calls.flatten(args, kwargs)[0])
+        ):
             return function(*args, **kwargs)
         if function == functions.GET_GRAD_FN:
             node = function(*args, **kwargs)

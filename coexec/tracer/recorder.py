@@ -49,7 +49,7 @@ from coexec.tracegraph.trace import (
     Value,
 )
 from coexec.tracer.identities import Identities
-from coexec.tracer.location import describe
+from coexec.location import describe
 
 Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 
@@ -158,7 +158,9 @@ class Recorder(TorchDispatchMode):
             raise Untraceable("CX0109", functions.name_of(function))
         tensors, numbers, key = calls.flatten(args, kwargs)
         if calls.has_opaque_data(key):
-            raise Untraceable("CX0110", f"{functions.name_of(function)} got an object it could only compare by identity")
+            raise Untraceable(
+                "CX0110", f"{functions.name_of(function)} got an object it could only compare by identity"
+            )
         inputs = [self._bind(t, function) for t in tensors]
         metas = [calls.meta_of(t) for t in tensors]
         backward = function in functions.BACKWARD
@@ -201,7 +203,9 @@ class Recorder(TorchDispatchMode):
             recorded_outputs.append(
                 Output(meta, value, _history(tensor), kept=False, uid=self._identities.uid(tensor))
             )
-            self._known[id(tensor)] = _Known(weakref.ref(tensor), Produced(index, number), meta, _history(tensor))
+            self._known[id(tensor)] = _Known(
+                weakref.ref(tensor), Produced(index, number), meta, _history(tensor)
+            )
             self._outputs.append((index, number))
         self._events.append(
             Event(
@@ -251,7 +255,10 @@ class Recorder(TorchDispatchMode):
         external = External(len(self._externals))
         self._externals.append(
             ExternalTensor(
-                self._identities.uid(tensor), storage, calls.meta_of(tensor), isinstance(tensor, torch.nn.Parameter)
+                self._identities.uid(tensor),
+                storage,
+                calls.meta_of(tensor),
+                isinstance(tensor, torch.nn.Parameter),
             )
         )
         self._roots.setdefault(storage, (geometry, True))
@@ -274,7 +281,9 @@ class Recorder(TorchDispatchMode):
         if known is not None and known.reference() is leaf:
             raise Untraceable("CX0109", f"{self._name()} returned a tensor that was not among its arguments")
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
-            raise Untraceable("CX0107", f"{self._name()} returns a {type(leaf).__name__} of layout {leaf.layout}")
+            raise Untraceable(
+                "CX0107", f"{self._name()} returns a {type(leaf).__name__} of layout {leaf.layout}"
+            )
         new.append(leaf)
         return calls.NewTensor(len(new) - 1)
 
@@ -400,7 +409,9 @@ class Recorder(TorchDispatchMode):
             if storage in self._roots:
                 base = next((t for t in tensors if t.untyped_storage()._cdata == storage), None)
                 if base is None:
-                    raise Untraceable("CX0111", f"{function} returned memory that was not among its arguments")
+                    raise Untraceable(
+                        "CX0111", f"{function} returned memory that was not among its arguments"
+                    )
                 alias = self._lookup(base)
             else:
                 self._roots[storage] = (geometry, False)
@@ -410,13 +421,18 @@ class Recorder(TorchDispatchMode):
             self._values[geometry] = Computed(event.index, local.operation, local.result)
         event.operations.append(
             Operation(
-                function, args, tuple(results), self._writes(function, args),
+                function,
+                args,
+                tuple(results),
+                self._writes(function, args),
                 torch.Tag.nondeterministic_seeded in function.tags,
             )
         )
 
     def _writes(self, function: Any, args: tuple[Any, ...]) -> tuple[Value, ...]:
-        positions = [i for i, a in enumerate(function._schema.arguments) if a.alias_info and a.alias_info.is_write]
+        positions = [
+            i for i, a in enumerate(function._schema.arguments) if a.alias_info and a.alias_info.is_write
+        ]
         hidden = functions.HIDDEN_WRITES.get(function._schema.name)
         if hidden is not None and hidden[1](args):
             positions += hidden[0]
@@ -527,7 +543,9 @@ class Recorder(TorchDispatchMode):
                 continue
             if tensor.requires_grad and not tensor.is_leaf and tensor.grad_fn not in self._consumed:
                 self.location = self._events[known.binding.event].location
-                self.fail("CX0105", f"a result of {self._events[known.binding.event].name} is still differentiable")
+                self.fail(
+                    "CX0105", f"a result of {self._events[known.binding.event].name} is still differentiable"
+                )
                 return None
             kept.add((known.binding.event, known.binding.output))
         events = tuple(

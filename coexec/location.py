@@ -15,7 +15,7 @@ from coexec._private import TORCH_DIRECTORY
 
 _ids: dict[tuple[tuple[int, int], ...], int] = {}
 _chains: list[list[tuple[CodeType, int]]] = []
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def locate_reference(skip: int, outermost: FrameType) -> int:

@@ -1,0 +1,117 @@
+"""The modes that a program is run in, and a run of one of them.
+
+Every run has its own copy of the model, built from the same seed, and its own stream of random numbers, so
+that runs that are interleaved in one process each see what they would have seen alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from bench.program import Preset, Program, TapeFactory, Training
+from bench.randomness import RandomState
+
+Mode = Literal["eager", "compile", "coexec", "lazy"]
+Executor = Literal["aten", "inductor"]
+MODES: tuple[Mode, ...] = ("eager", "compile", "coexec", "lazy")
+EXECUTORS: tuple[Executor, ...] = ("aten", "inductor")
+
+_numbers = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Run:
+    """One training run in one mode."""
+
+    program: Program
+    mode: Mode
+    executor: Executor | None
+    """What runs the blocks of the symbolic graph; None in modes that have none."""
+    key: str
+    """Names the run to coexec, which tells the uses of one source line apart by it."""
+    training: Training
+    tape: TapeFactory
+    random: RandomState
+    steps: int = 0
+    metrics: list[tuple[int, float]] = field(default_factory=list)
+    """What the program's `evaluate` returned, as (step, value)."""
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Give this run its own stream of random numbers, and the process the one it had."""
+        outer = RandomState.capture()
+        self.random.restore()
+        try:
+            yield
+        finally:
+            self.random = RandomState.capture()
+            outer.restore()
+
+    def wait(self) -> None:
+        """Wait until everything that the last step writes is written: using a parameter does."""
+        for parameter in self.training.model.parameters():
+            parameter.detach().sum().item()
+
+    def finish_epoch_if_due(self) -> None:
+        """Do what the program does between epochs, when the last step was an epoch's last."""
+        if self.steps % self.training.steps_per_epoch == 0:
+            self.training.end_epoch()
+            self.metrics.append((self.steps, self.training.evaluate()))
+
+
+def start_run(
+    program: Program,
+    mode: Mode,
+    *,
+    executor: Executor = "aten",
+    seed: int = 0,
+    preset: Preset = "default",
+    synchronous: bool | None = None,
+) -> Run:
+    """Build a run that has not taken a step yet.
+
+    Args:
+        program: What is trained.
+        mode: How it is run.
+        executor: What runs the blocks of the graph in the modes `coexec` and `lazy`.
+        seed: Seeds the model, the data's order and everything random in a step.
+        preset: The program's size.
+        synchronous: Whether leaving the tape waits for the GraphRunner. None leaves it to coexec.
+    """
+    outer = RandomState.capture()
+    try:
+        training = program.make(seed, preset)
+        random = RandomState.capture()
+    finally:
+        outer.restore()
+    key = f"{program.name}/{mode}/{next(_numbers)}"
+    tape: TapeFactory = contextlib.nullcontext
+    if mode in ("coexec", "lazy"):
+        import coexec
+
+        tape = functools.partial(
+            coexec.GradientTape, key=key, executor=executor, mode=mode, synchronous=synchronous
+        )
+    elif mode == "compile":
+        _compile(training)
+    used = executor if mode in ("coexec", "lazy") else None
+    return Run(program, mode, used, key, training, tape, random)
+
+
+def _compile(training: Training) -> None:
+    """Apply torch.compile to the model and to the optimizer's step, in its default mode."""
+    # Eager's random numbers, without which there is nothing to compare; not slower on a CPU.
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
+    training.model.compile(options=options)
+    for group in training.optimizer.param_groups:
+        # A number would be compiled in: each new learning rate would be a recompilation.
+        group["lr"] = torch.tensor(group["lr"])
+    step = torch.compile(training.optimizer.step, options=options)
+    training.optimizer.step = step  # type: ignore[method-assign, assignment]

@@ -1,0 +1,45 @@
+"""The default random generators of torch, NumPy and Python, as one value."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The state of every default generator on the CPU."""
+
+    torch_state: torch.Tensor
+    numpy_state: Any
+    python_state: Any
+
+    @staticmethod
+    def capture() -> RandomState:
+        """Return the present state."""
+        return RandomState(torch.get_rng_state(), np.random.get_state(), random.getstate())
+
+    def restore(self) -> None:
+        """Make this the present state."""
+        torch.set_rng_state(self.torch_state)
+        np.random.set_state(self.numpy_state)
+        random.setstate(self.python_state)
+
+    def matches(self, other: RandomState) -> bool:
+        """Return whether both would go on with the same random numbers."""
+        return (
+            torch.equal(self.torch_state, other.torch_state)
+            and all(np.array_equal(a, b) for a, b in zip(self.numpy_state, other.numpy_state, strict=True))
+            and self.python_state == other.python_state
+        )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the default generators of torch, NumPy and Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)

@@ -1,0 +1,91 @@
+"""Runs the symbolic graph of a program by itself, to measure it.
+
+In:  a program in the co-execution phase.
+Out: executions of its graph on stand-ins for what Python would send, and on copies of the captured
+     tensors, so that nothing of the program changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from coexec.errors import TapeError
+from coexec.programs import all_states
+from coexec.runners import random_state
+from coexec.runners.graph_runner import make_graph_runner
+from coexec.tracegraph.program import Feed, Jump, Program, Switch, When
+from coexec.tracegraph.trace import TensorMeta
+
+
+class Replay:
+    """The graph of a program, on a GraphRunner of its own.
+
+    Args:
+        key: the program's key, as `coexec.explain()` shows it.
+
+    Raises:
+        TapeError: if there is no such program, or it is not in the co-execution phase.
+    """
+
+    def __init__(self, key: str) -> None:
+        state = next((s for s in all_states() if s.key == key), None)
+        captured = None if state is None or state.skeleton is None else state.captured_tensors()
+        if state is None or state.skeleton is None or captured is None:
+            raise TapeError(f"no program {key!r} in the co-execution phase")
+        self._skeleton = state.skeleton
+        self._runner = make_graph_runner()
+        self._messages = list(_messages(self._skeleton.program))
+        tensors = [captured[i] for i in self._skeleton.program.captured]
+        with torch.no_grad():
+            self._captured = [t.detach().clone() for t in tensors if t is not None]
+
+    def start(self) -> None:
+        """Begins one execution, with everything that Python would send, and returns at once."""
+        self._restore = random_state.save(self._skeleton.generators)
+        self._before = self._runner.times()[0]
+        self._runner.begin(self._skeleton.program, self._captured, False)
+        for message in self._messages:
+            self._runner.send(message)
+        self._runner.commit()
+
+    def wait(self) -> float:
+        """Waits for its end.
+
+        Returns:
+            Milliseconds that the GraphRunner computed.
+        """
+        self._runner.wait()
+        self._runner.finish()
+        self._restore()
+        return (self._runner.times()[0] - self._before) * 1e3
+
+
+def _messages(program: Program) -> Iterator[Any]:
+    """What Python would send on the path that takes the first case of every switch."""
+    late = []
+    position = 0
+    instructions = program.sent_to
+    while position < len(instructions):
+        instruction = instructions[position]
+        position += 1
+        match instruction:
+            case Feed(when=When.NOW):
+                yield _stand_in(instruction.example)
+            case Feed():
+                late.append(_stand_in(instruction.example))
+            case Switch():
+                yield 0
+                position = instruction.targets[0]
+            case Jump():
+                position = instruction.target
+    yield from late
+
+
+def _stand_in(example: Any) -> Any:
+    if not isinstance(example, TensorMeta):
+        return example
+    size, stride = example.shape, example.stride
+    return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device).zero_()
