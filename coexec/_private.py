@@ -58,13 +58,23 @@ def become(placeholder: torch.Tensor, real: torch.Tensor) -> None:
 
 def name_node(function: type[torch.autograd.Function], name: str) -> None:
     """Gives the autograd nodes that `function` makes another name."""
-    function._backward_cls.__name__ = name  # type: ignore[attr-defined]  # set by the metaclass
+    function._backward_cls.__name__ = name
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for another inside of a `torch.func` transform."""
     wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return wrapped
+
+
+def enter(mode: Any) -> None:
+    """Enters a function or dispatch mode without a `with` statement."""
+    mode.__enter__()
+
+
+def leave(mode: Any) -> None:
+    """Leaves a mode that was entered by `enter`; modes are left in the opposite order."""
+    mode.__exit__(None, None, None)
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
@@ -100,8 +110,10 @@ def compile_ahead_of_time(
     Random numbers come from eager's kernels, so that they are eager's numbers.
     """
     import torch._inductor
-    from torch._inductor.package import package_aoti
+    import torch._inductor.package
+
+    package: Any = torch._inductor.package
 
     options = {"fallback_random": True, "aot_inductor.package": True}
-    files: Any = torch._inductor.aot_compile(module, examples, options=options)  # type: ignore[arg-type]
-    package_aoti(path, files)
+    files = torch._inductor.aot_compile(module, examples, options=options)
+    package.package_aoti(path, files)

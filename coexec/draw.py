@@ -74,11 +74,10 @@ def draw(program: ProgramReport | str, path: str | os.PathLike[str]) -> str:
         )
     for box, (x, y) in position.items():
         fetches = any(graph.nodes[n].kind is Kind.FETCH for n in boxes[box])
-        color = "#dfe7f3" if box >= 0 else "0.9"
-        axes.text(
-            x, y, _label(graph, boxes[box], box), ha="center", va="center", fontsize=8, family="monospace",
-            bbox={"boxstyle": "round,pad=0.4", "facecolor": "#fdebc8" if fetches else color, "edgecolor": "0.3"},
-        )  # fmt: skip
+        color = "#fdebc8" if fetches else "#dfe7f3" if box >= 0 else "0.9"
+        style = {"boxstyle": "round,pad=0.4", "facecolor": color, "edgecolor": "0.3"}
+        label = _label(graph, boxes[box], box)
+        axes.text(x, y, label, ha="center", va="center", fontsize=8, family="monospace", bbox=style)
     figure.savefig(path)
     return path
 

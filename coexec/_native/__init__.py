@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -13,19 +14,20 @@ import torch
 core: Any = None
 if os.environ.get("COEXEC_NATIVE", "1") != "0":
     try:
-        from coexec._native import _core as core
+        core = importlib.import_module("coexec._native._core")
     except ImportError:
         core = None
 
 
 if core is not None:
 
-    @torch.library.register_fake("coexec::feed")
     def _feed(token: Any, geometry: Any, dtype: Any, device: Any) -> Any:
         dim = geometry[0]
         size, stride = geometry[1 : 1 + dim], geometry[1 + dim :]
         return torch.empty_like(token), torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-    @torch.library.register_fake("coexec::fetch")
     def _fetch(token: Any, value: Any, slot: Any) -> Any:
         return torch.empty_like(token)
+
+    torch.library.register_fake("coexec::feed", _feed)
+    torch.library.register_fake("coexec::fetch", _fetch)

@@ -24,6 +24,7 @@ from coexec._private import compile_ahead_of_time
 from coexec.executors.cache import cached
 from coexec.executors.scalars import REWRITES
 from coexec.tracegraph.graph import Captured
+from coexec.tracegraph.instructions import at_commit, reads, retargeted, writes
 from coexec.tracegraph.numbers import is_number
 from coexec.tracegraph.program import (
     Call,
@@ -31,12 +32,9 @@ from coexec.tracegraph.program import (
     Feed,
     Fetch,
     Instruction,
-    Jump,
     Move,
     Program,
     Reg,
-    Switch,
-    When,
 )
 from coexec.tracegraph.trace import TensorMeta
 
@@ -69,14 +67,14 @@ def compile_blocks(program: Program, captured: dict[Captured, torch.Tensor]) -> 
     sizes = []
     for first, end in program.blocks:
         instructions = program.instructions[first:end]
-        body = [i for i in instructions if not _is_commit(i)]
+        body = [i for i in instructions if not at_commit(i)]
         if not any(isinstance(i, (Call, Feed, Fetch)) for i in body):
             continue
         block = make_block(program, body, outside[first])
         library = core.Library(_library(block, program))
         compiled = Compiled(library, block.sources, block.outs)
         sizes.append(sum(isinstance(i, Call) for i in body))
-        replaced[first] = [compiled, *(replace(i, release=()) for i in instructions if _is_commit(i))]
+        replaced[first] = [compiled, *(replace(i, release=()) for i in instructions if at_commit(i))]
     spliced = _spliced(program, replaced)
     return replace(spliced, compiled=tuple(sizes), uncompiled=program.instructions)
 
@@ -90,8 +88,8 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
     defined: list[int] = []
     body = list(body)
     token = graph.placeholder("token")
-    inside = {r for i in body for r in _defines(i)}
-    for register in dict.fromkeys(r for i in body for r in _uses(i)):
+    inside = {r for i in body for r in writes(i)}
+    for register in dict.fromkeys(r for i in body for r in reads(i)):
         if register not in inside:
             env[register] = graph.placeholder(f"r{register}")
             sources.append(register)
@@ -121,10 +119,10 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
             case Move():
                 for out, source in zip(instruction.outs, instruction.sources, strict=True):
                     env[out] = env[source]
-        defined += _defines(instruction)
+        defined += writes(instruction)
     outs = tuple(r for r in dict.fromkeys(defined) if r in needed and r in env)
     graph.output((token, *(env[r] for r in outs)))
-    module = GraphModule({n: t for n, t in constants.items()}, graph)
+    module = GraphModule(dict(constants), graph)
     return Block(module, tuple(sources), outs)
 
 
@@ -197,47 +195,14 @@ def _library(block: Block, program: Program) -> str:
     return cached(description, compile_to)
 
 
-def _is_commit(instruction: Instruction) -> bool:
-    return isinstance(instruction, Call) and instruction.when is not When.NOW
-
-
-def _uses(instruction: Instruction) -> list[int]:
-    found: list[int] = []
-
-    def collect(argument: Any) -> None:
-        if isinstance(argument, Reg):
-            found.append(argument.index)
-        elif isinstance(argument, tuple):
-            for a in argument:
-                collect(a)
-
-    match instruction:
-        case Call():
-            collect(instruction.args)
-        case Fetch():
-            found.append(instruction.source)
-        case Move() | Compiled():
-            found += instruction.sources
-    return found
-
-
-def _defines(instruction: Instruction) -> list[int]:
-    match instruction:
-        case Call() | Compiled() | Move():
-            return [o for o in instruction.outs if o is not None]
-        case Feed():
-            return [instruction.out]
-    return []
-
-
 def _uses_outside(program: Program) -> dict[int, set[int]]:
     """For each block, the registers that other instructions, the commit, or Python read."""
     out = {}
     for first, end in program.blocks:
         needed = set(program.kept)
         for position, instruction in enumerate(program.instructions):
-            if not first <= position < end or _is_commit(instruction):
-                needed |= set(_uses(instruction))
+            if not first <= position < end or at_commit(instruction):
+                needed |= set(reads(instruction))
         out[first] = needed
     return out
 
@@ -257,11 +222,4 @@ def _spliced(program: Program, replaced: dict[int, list[Instruction]]) -> Progra
             out.append(replace(program.instructions[position], release=()))
             position += 1
     starts[position] = len(out)
-    instructions = []
-    for instruction in out:
-        if isinstance(instruction, Jump):
-            instruction = replace(instruction, target=starts[instruction.target])
-        elif isinstance(instruction, Switch):
-            instruction = replace(instruction, targets=tuple(starts[t] for t in instruction.targets))
-        instructions.append(instruction)
-    return replace(program, instructions=tuple(instructions), blocks=())
+    return replace(program, instructions=tuple(retargeted(i, starts) for i in out), blocks=())

@@ -31,9 +31,7 @@ def _in_place(rewrite: Rewrite) -> Rewrite:
 
 def _add(graph: Graph, args: tuple[Any, ...]) -> Node:
     x, other, alpha = args
-    if isinstance(alpha, Node):
-        other = _call(graph, aten.mul.Tensor, other, alpha)
-    elif alpha != 1:
+    if isinstance(alpha, Node) or alpha != 1:
         other = _call(graph, aten.mul.Tensor, other, alpha)
     return _call(graph, aten.add.Tensor, x, other)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from coexec.location import describe
 from coexec.tracegraph.program import (
     Call,
     Commit,
@@ -27,7 +28,6 @@ from coexec.tracegraph.program import (
     Switch,
     When,
 )
-from coexec.location import describe
 
 
 class Cancelled(Exception):

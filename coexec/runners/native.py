@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from coexec._native import core
+from coexec.location import describe
 from coexec.tracegraph.program import (
     Call,
     Commit,
@@ -25,7 +26,6 @@ from coexec.tracegraph.program import (
     Reg,
     Switch,
 )
-from coexec.location import describe
 
 
 class NativeRunner:

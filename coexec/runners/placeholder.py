@@ -33,7 +33,7 @@ class _Hollow(torch.Tensor):
     """The class that placeholders are made with; they are of class `torch.Tensor` afterwards."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as if it were no class method
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise RuntimeError(
@@ -60,7 +60,7 @@ class Guard(TorchDispatchMode):
     def __init__(
         self, is_placeholder: Callable[[torch.Tensor], bool], give_up: Callable[[Any], None]
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._is_placeholder = is_placeholder
         self._give_up = give_up
 
@@ -91,7 +91,7 @@ def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch
     """
     alias = value.new_empty(0)
     with torch.no_grad():
-        alias.set_(value)
+        alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
     if not meta.requires_grad:
         return alias
     if meta.is_leaf:

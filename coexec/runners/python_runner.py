@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from coexec._private import enter, leave
+from coexec.location import locate
 from coexec.runners import random_state
 from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.placeholder import Guard, Symbol, dressed, make_placeholder, realize
@@ -30,7 +32,6 @@ from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.graph import END, START, Captured, Fed, Node, NodeBinding
 from coexec.tracegraph.numbers import TRANSFORMS
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
-from coexec.location import locate
 
 Token = Produced | torch.Tensor | None  # a placeholder by its binding, or a tensor from outside
 
@@ -147,17 +148,17 @@ class PythonRunner(TorchFunctionMode):
         return self._eager is not None
 
     def __enter__(self) -> PythonRunner:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self._guard = Guard(lambda t: id(t) in self.iteration.symbols, self._bypassed)
-        self._guard.__enter__()
+        enter(self._guard)
         self.entered = True
         return self
 
     def leave(self) -> None:
         """Leaves the function mode and the guard, in the order in which they were entered."""
         self.entered = False
-        self._guard.__exit__(None, None, None)
-        self.__exit__(None, None, None)
+        leave(self._guard)
+        leave(self)
 
     def forget(self) -> None:
         """Drops everything that the iteration holds."""
@@ -385,8 +386,8 @@ class PythonRunner(TorchFunctionMode):
         for binding in alive:
             if not graph.nodes[binding.event].outputs[binding.output].kept:
                 raise Mismatch("CX0003", f"a result of {graph.nodes[binding.event].name} is still referenced")
-        for message in it.late:
-            self.graph_runner.send(message)
+        for late in it.late:
+            self.graph_runner.send(late)
         began = time.perf_counter()
         self.graph_runner.commit()
         try:
@@ -405,9 +406,12 @@ class PythonRunner(TorchFunctionMode):
         if not program.written:
             return
         by_memory: dict[int, list[Captured | Fed]] = {}
-        bound = [(Captured(i), it.captured[i]) for i in program.captured]
-        for ref, tensor in (*bound, *it.fed.items()):
-            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(ref)  # type: ignore[union-attr]
+        bound: dict[Captured | Fed, torch.Tensor | None] = {
+            Captured(i): it.captured[i] for i in program.captured
+        }
+        for ref, tensor in (bound | dict(it.fed)).items():
+            if tensor is not None:
+                by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(ref)
         for refs in by_memory.values():
             if len(refs) > 1 and not program.written.isdisjoint(refs):
                 known = any(group.issuperset(refs) for group in self.skeleton.graph.shared)
@@ -471,7 +475,7 @@ _IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getse
 
 
 def _unshared(token: Token, written: bool) -> torch.Tensor:
-    """The tensor to feed: a copy where NumPy may share its memory, since Python could write to it meanwhile."""
+    """The tensor to feed: a copy where NumPy may share the memory, and could write to it meanwhile."""
     assert isinstance(token, torch.Tensor)
     if not written and token.device.type == "cpu" and not token.untyped_storage().resizable():
         return token.detach().clone()

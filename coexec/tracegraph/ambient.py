@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
 
@@ -42,14 +43,15 @@ def ambient(own_modes: int = 0) -> Hashable:
 @contextlib.contextmanager
 def restored(state: Hashable) -> Iterator[None]:
     """Runs a block under the grad mode and autocast state of an earlier call."""
-    grad, inference, autocast, *_ = state  # type: ignore[misc]  # made by `ambient`
+    made_by_ambient: Any = state
+    grad, inference, autocast, *_ = made_by_ambient
     with contextlib.ExitStack() as stack:
         if inference != torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(inference))
         if grad != torch.is_grad_enabled():
             stack.enter_context(torch.set_grad_enabled(grad))
-        now = ambient()[2]  # type: ignore[index]
-        if autocast != now:
+        now: Any = ambient()
+        if autocast != now[2]:
             for device, enabled, dtype in autocast or [(d, False, None) for d in _AUTOCAST_DEVICES]:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
         yield

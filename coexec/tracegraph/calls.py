@@ -51,7 +51,7 @@ _SCALARS = (type(None), bool, str, torch.dtype, torch.device, torch.layout, torc
 
 
 def _flatten(value: Any, tensors: list[torch.Tensor], numbers: list[Number]) -> Hashable:
-    kind = value.__class__
+    kind: type = value.__class__
     if kind is float:
         numbers.append(NAN if value != value else value)
         return float
@@ -59,7 +59,8 @@ def _flatten(value: Any, tensors: list[torch.Tensor], numbers: list[Number]) -> 
         numbers.append(value)
         return int
     if kind in _SCALARS:
-        return value  # type: ignore[no-any-return]  # hashable by construction
+        hashable: Hashable = value
+        return hashable
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return torch.Tensor
@@ -80,12 +81,17 @@ def _flatten(value: Any, tensors: list[torch.Tensor], numbers: list[Number]) -> 
     return Opaque(value)
 
 
+def _hashable(value: Hashable) -> Hashable:
+    return value
+
+
 def unflatten(
     key: Hashable, tensors: Sequence[Any], numbers: Sequence[Number]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that `flatten` took apart, with other tensors or numbers in their places."""
     tensor, number = iter(tensors), iter(numbers)
-    args, kwargs = key  # type: ignore[misc]  # made by `flatten`
+    made_by_flatten: Any = key
+    args, kwargs = made_by_flatten
     return (
         tuple([_unflatten(a, tensor, number) for a in args]),
         {name: _unflatten(a, tensor, number) for name, a in kwargs},
@@ -191,7 +197,7 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(
         tuple(tensor.shape),
         tensor.stride(),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,

@@ -79,10 +79,12 @@ BACKWARD: frozenset[Callable[..., Any]] = frozenset(
     {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 )
 
-GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]  # a getset descriptor
-SET_GRAD = Tensor.grad.__set__  # type: ignore[attr-defined]
-DELETE_GRAD = Tensor.grad.__delete__  # type: ignore[attr-defined]
-GET_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad  # getset descriptors, which are typed as what they get
+_GRAD_FN: Any = Tensor.grad_fn
+GET_GRAD = _GRAD.__get__
+SET_GRAD = _GRAD.__set__
+DELETE_GRAD = _GRAD.__delete__
+GET_GRAD_FN = _GRAD_FN.__get__
 
 #: Setters that events can describe; all other setters change what no event shows.
 _SETTERS = ("grad", "data", "requires_grad")

@@ -79,10 +79,7 @@ def _closed(instructions: Sequence[Movable], chosen: list[int], candidates: set[
     blocked_registers: set[int] = set()
     for position in sorted(candidates):
         access = instructions[position].access
-        if position in stays:
-            blocked |= access.reads | access.writes
-            blocked_registers |= access.defines
-        elif access.writes & blocked or access.uses & blocked_registers:
+        if position in stays or access.writes & blocked or access.uses & blocked_registers:
             blocked |= access.reads | access.writes
             blocked_registers |= access.defines
         else:

@@ -222,7 +222,7 @@ class _Builder:
             if source != END
         }
         shared = tuple(
-            frozenset(_renumber_ref(r, new_id) for r in group)
+            frozenset(Fed(new_id[r.node], r.argument) if isinstance(r, Fed) else r for r in group)
             for group in nx.connected_components(self.shared)
         )
         return TraceGraph(nodes, edges, tuple(self.captured), shared, traces)

@@ -104,8 +104,9 @@ def _unify_args(
         return _UNEXPLAINED if any(i is _UNEXPLAINED for i in items) else tuple(items)
     if isinstance(ours, FedNumber):
         number = numbers.get((ours.node, ours.slot))
-        fits = number is not None and is_number(theirs)
-        return ours if fits and _exactly(TRANSFORMS[ours.transform](number), theirs) else _UNEXPLAINED
+        if number is None or not is_number(theirs):
+            return _UNEXPLAINED
+        return ours if _exactly(TRANSFORMS[ours.transform](number), theirs) else _UNEXPLAINED
     if is_number(ours) and ours.__class__ is theirs.__class__:
         if same_number(ours, theirs):
             return ours

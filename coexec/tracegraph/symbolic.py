@@ -21,6 +21,14 @@ from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
 from coexec.tracegraph.graph import Captured, Fed, FedNumber, Node, NodeSource, TraceGraph
 from coexec.tracegraph.hazards import Access, schedule
 from coexec.tracegraph.hoist import TINY, Movable, early
+from coexec.tracegraph.instructions import (
+    at_commit,
+    renamed,
+    retargeted,
+    shifted,
+    straight_stretches,
+    with_releases,
+)
 from coexec.tracegraph.numbers import TRANSFORMS
 from coexec.tracegraph.program import (
     Call,
@@ -132,7 +140,7 @@ class _Lowering:
         for index, (case, rows_of_case) in enumerate(zip(switch_case.cases, cases, strict=True)):
             targets.append(shift + len(body))
             offset = shift + len(body) - boundaries[index][0]
-            body += [replace(e, instruction=_shifted(e.instruction, offset)) for e in rows_of_case]
+            body += [replace(e, instruction=shifted(e.instruction, offset)) for e in rows_of_case]
             body.append(_Emitted(Jump(end)))
             for edge in case.control_edges:
                 self.edges.setdefault(edge, []).append(index)
@@ -330,7 +338,7 @@ class _Lowering:
             self.plans.get(n.id, NodePlan(None, (), frozenset(), (), (), ())) for n in self.graph.nodes
         )
         return Program(
-            instructions=tuple(_with_releases(instructions, kept)),
+            instructions=with_releases(instructions, frozenset(kept)),
             registers=self.registers,
             captured=dict(self.captured),
             plans=plans,
@@ -342,7 +350,7 @@ class _Lowering:
             random=self.random,
             metas=self.register_metas,
             kept=frozenset(kept),
-            blocks=_blocks(instructions),
+            blocks=straight_stretches(instructions),
         )
 
     def _hoisted(self, accesses: list[Access]) -> list[int]:
@@ -357,7 +365,7 @@ class _Lowering:
                 access,
                 allowed=emitted.always
                 and not emitted.random
-                and not _at_commit(emitted.instruction)
+                and not at_commit(emitted.instruction)
                 and isinstance(emitted.instruction, (Call, Fetch))
                 and tiny(emitted),
                 fetch=isinstance(emitted.instruction, Fetch),
@@ -368,7 +376,7 @@ class _Lowering:
 
     def _put_off_feeds(self) -> None:
         """Feeds that only the commit needs are sent there, so that nothing waits for them before."""
-        now = {u for e in self.emitted if not _at_commit(e.instruction) for u in e.uses}
+        now = {u for e in self.emitted if not at_commit(e.instruction) for u in e.uses}
         late = set()
         for emitted in self.emitted:
             feed = emitted.instruction
@@ -434,10 +442,10 @@ class _Lowering:
         shadow = {
             self.externals[ref]: self._register(self.register_metas[self.externals[ref]]) for ref in shadowed
         }
-        renamed = [_renamed(e.instruction, shadow) for e in self.emitted]
+        rows = [renamed(e.instruction, shadow) for e in self.emitted]
         prologue: list[Instruction] = []
-        groups: list[list[Instruction]] = [[i] for i in renamed]
-        bound_at = {i.out: p for p, i in enumerate(renamed) if isinstance(i, Feed)}
+        groups: list[list[Instruction]] = [[i] for i in rows]
+        bound_at = {i.out: p for p, i in enumerate(rows) if isinstance(i, Feed)}
         for register, copy in shadow.items():
             pair: list[Instruction] = [
                 Call(torch.ops.aten.clone.default, (Reg(register), None), (copy,), When.NOW, -1),
@@ -454,10 +462,10 @@ class _Lowering:
             else:
                 prologue += pair
         for position in hoisted:
-            prologue.append(renamed[position])
+            prologue.append(rows[position])
             groups[position] = [Move((), ())]
         starts = list(itertools.accumulate((len(g) for g in groups), initial=len(prologue)))
-        return prologue + [_retargeted(i, starts) for group in groups for i in group]
+        return prologue + [retargeted(i, starts) for group in groups for i in group]
 
 
 def _external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:
@@ -473,107 +481,9 @@ def _external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:
     return metas
 
 
-def _at_commit(instruction: Instruction) -> bool:
-    return isinstance(instruction, Call) and instruction.when is not When.NOW
-
-
 def _fed_numbers(args: Any) -> Iterator[FedNumber]:
     if isinstance(args, FedNumber):
         yield args
     elif isinstance(args, tuple):
         for a in args:
             yield from _fed_numbers(a)
-
-
-def _shifted(instruction: Instruction, offset: int) -> Instruction:
-    if isinstance(instruction, Jump):
-        return Jump(instruction.target + offset)
-    if isinstance(instruction, Switch):
-        return Switch(tuple(t + offset for t in instruction.targets), instruction.purpose)
-    return instruction
-
-
-def _retargeted(instruction: Instruction, starts: list[int]) -> Instruction:
-    if isinstance(instruction, Jump):
-        return Jump(starts[instruction.target])
-    if isinstance(instruction, Switch):
-        return Switch(tuple(starts[t] for t in instruction.targets), instruction.purpose)
-    return instruction
-
-
-def _renamed(instruction: Instruction, names: dict[int, int]) -> Instruction:
-    def rename(argument: Any) -> Any:
-        if isinstance(argument, Reg):
-            return Reg(names.get(argument.index, argument.index))
-        if isinstance(argument, tuple):
-            return tuple(rename(a) for a in argument)
-        return argument
-
-    if isinstance(instruction, Call):
-        return replace(instruction, args=rename(instruction.args))
-    if isinstance(instruction, Fetch):
-        return replace(instruction, source=names.get(instruction.source, instruction.source))
-    if isinstance(instruction, Move):
-        return replace(instruction, sources=tuple(names.get(s, s) for s in instruction.sources))
-    return instruction
-
-
-def _used(instruction: Instruction) -> set[int]:
-    out: set[int] = set()
-
-    def collect(argument: Any) -> None:
-        if isinstance(argument, Reg):
-            out.add(argument.index)
-        elif isinstance(argument, tuple):
-            for a in argument:
-                collect(a)
-
-    if isinstance(instruction, Call):
-        collect(instruction.args)
-    elif isinstance(instruction, Fetch):
-        out.add(instruction.source)
-    elif isinstance(instruction, Move):
-        out |= set(instruction.sources)
-    return out
-
-
-def _with_releases(instructions: list[Instruction], kept: set[int]) -> list[Instruction]:
-    """Drops every register after the last instruction that may read it, unless it is kept."""
-    last: dict[int, int] = {}
-    for position, instruction in enumerate(instructions):
-        put_off = _at_commit(instruction)
-        for register in _used(instruction):
-            last[register] = len(instructions) - 1 if put_off else max(position, last.get(register, 0))
-        for register in _defined(instruction):
-            last.setdefault(register, position)
-    release: dict[int, list[int]] = {}
-    for register, position in last.items():
-        if register not in kept and position < len(instructions) - 1:
-            release.setdefault(position, []).append(register)
-    return [replace(i, release=tuple(release.get(p, ()))) for p, i in enumerate(instructions)]
-
-
-def _defined(instruction: Instruction) -> tuple[int, ...]:
-    if isinstance(instruction, Call):
-        return tuple(o for o in instruction.outs if o is not None)
-    if isinstance(instruction, Feed):
-        return (instruction.out,)
-    if isinstance(instruction, Move):
-        return instruction.outs
-    return ()
-
-
-def _blocks(instructions: list[Instruction]) -> tuple[tuple[int, int], ...]:
-    """Stretches that are entered at the first and left at the last instruction, the commit apart."""
-    leaders = {0, len(instructions) - 1}
-    for position, instruction in enumerate(instructions):
-        if isinstance(instruction, Jump):
-            leaders |= {position, position + 1, instruction.target}
-        elif isinstance(instruction, Switch):
-            leaders |= {position, position + 1, *instruction.targets}
-    cuts = sorted(leaders | {len(instructions)})
-    stretches = []
-    for first, end in zip(cuts, cuts[1:], strict=False):
-        if not isinstance(instructions[first], (Jump, Switch)) and first < end:
-            stretches.append((first, end))
-    return tuple(stretches)

@@ -11,6 +11,7 @@ Out: one line a node. `%3` is the output of node 3, `c0` a captured tensor, `fee
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from coexec.tracegraph.cases import SwitchCase
 from coexec.tracegraph.graph import END, START, Captured, Fed, Node, NodeBinding, TraceGraph
@@ -34,7 +35,7 @@ def format_graph(
     rolled = roll(graph, loops or {})
     lines = [f"start -> {_targets(graph.edges.get(START, ()), rolled.representative)}"]
     order = [n for item in rolled.items for n in _nodes(item)]
-    follows = {a: b for a, b in zip(order, order[1:], strict=False)}
+    follows = dict(pairwise(order))
     members: dict[int, list[int]] = {}
     for node, representative in rolled.representative.items():
         members.setdefault(representative, []).append(node)

@@ -15,20 +15,8 @@ import networkx as nx
 from coexec.errors import VerificationError
 from coexec.tracegraph.cases import assign_cases
 from coexec.tracegraph.graph import END, START, Captured, Fed, TraceGraph
-from coexec.tracegraph.program import (
-    Call,
-    Commit,
-    Compiled,
-    Feed,
-    Fetch,
-    Instruction,
-    Jump,
-    Move,
-    Program,
-    Reg,
-    Switch,
-    When,
-)
+from coexec.tracegraph.instructions import at_commit, reads, writes
+from coexec.tracegraph.program import Commit, Jump, Program, Switch
 from coexec.tracegraph.trace import Computed, External, Input, Kind, Local, Produced, Trace
 
 
@@ -120,14 +108,12 @@ def verify_program(graph: TraceGraph, program: Program) -> None:
             targets = instruction.targets if isinstance(instruction, Switch) else (instruction.target,)
             if any(not position < t < len(instructions) for t in targets):
                 _broken("jumps go forward", place)
-        for register in _reads(instruction):
+        for register in reads(instruction):
             if register not in written:
                 _broken(f"register r{register} is written before it is read", place)
-            if register in released and not (
-                isinstance(instruction, Call) and instruction.when is not When.NOW
-            ):
+            if register in released and not (at_commit(instruction)):
                 _broken(f"register r{register} is not read after its release", place)
-        written |= set(_writes(instruction))
+        written |= set(writes(instruction))
         released |= set(instruction.release)
         if set(instruction.release) & program.kept:
             _broken("what Python may read is not released", place)
@@ -143,29 +129,3 @@ def _values(args: Any) -> list[Input | Local]:
     if isinstance(args, (Input, Local)):
         return [args]
     return [v for a in args for v in _values(a)] if isinstance(args, tuple) else []
-
-
-def _registers(args: Any) -> list[int]:
-    if isinstance(args, Reg):
-        return [args.index]
-    return [r for a in args for r in _registers(a)] if isinstance(args, tuple) else []
-
-
-def _reads(instruction: Instruction) -> list[int]:
-    match instruction:
-        case Call():
-            return _registers(instruction.args)
-        case Fetch():
-            return [instruction.source]
-        case Move() | Compiled():
-            return list(instruction.sources)
-    return []
-
-
-def _writes(instruction: Instruction) -> list[int]:
-    match instruction:
-        case Call() | Move() | Compiled():
-            return [o for o in instruction.outs if o is not None]
-        case Feed():
-            return [instruction.out]
-    return []

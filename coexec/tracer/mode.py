@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from coexec.tracegraph import calls, functions
 from coexec.location import locate
+from coexec.tracegraph import calls, functions
 from coexec.tracer.recorder import Recorder
 
 _UNRECORDED = (

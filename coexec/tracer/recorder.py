@@ -23,8 +23,8 @@ from coexec._private import (
     MODE_WRAPPER_FILES,
     TORCH_DIRECTORY,
     is_transformed,
-    storage_of,
 )
+from coexec.location import describe
 from coexec.reasons import Cause, cause
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
@@ -49,9 +49,7 @@ from coexec.tracegraph.trace import (
     Value,
 )
 from coexec.tracer.identities import Identities
-from coexec.location import describe
-
-Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
+from coexec.tracer.memory import Geometry, Memory, geometry_of, storage_id
 
 
 class Untraceable(Exception):
@@ -91,15 +89,13 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, identities: Identities, own_modes: int = 1) -> None:
         """Starts a recording; `own_modes` dispatch modes of coexec are active while it runs."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._own_modes = own_modes
         self._identities = identities
         self._events: list[Event] = []
         self._externals: list[ExternalTensor] = []
         self._known: dict[int, _Known] = {}
-        self._storages: dict[int, Any] = {}  # cdata -> weak reference, which keeps the number unique
-        self._values: dict[Geometry, Source] = {}
-        self._roots: dict[int, tuple[Geometry, bool]] = {}  # memory -> its first value, from outside?
+        self._memory = Memory()
         self._open: _OpenEvent | None = None
         self._outputs: list[tuple[int, int]] = []
         self._consumed: set[Any] = set()
@@ -177,7 +173,7 @@ class Recorder(TorchDispatchMode):
             tensors=tensors,
             inputs=inputs,
             metas=metas,
-            storages=[t.untyped_storage()._cdata for t in tensors],
+            storages=[storage_id(t) for t in tensors],
             histories=[_history(t) for t in tensors],
             leaves=leaves,
         )
@@ -187,7 +183,11 @@ class Recorder(TorchDispatchMode):
         assert event is not None
         if p.kind is Kind.FETCH:
             result: Any = tuple(self._value(t) for t in p.tensors)
-            outputs, grads, rebinds, implicit, metas = [], [], [], [], []
+            outputs: list[torch.Tensor] = []
+            grads: list[Grad] = []
+            rebinds: list[tuple[int, int]] = []
+            implicit: list[Binding] = []
+            metas: list[TensorMeta | None] = []
         else:
             outputs = []
             new: list[torch.Tensor] = []
@@ -248,22 +248,15 @@ class Recorder(TorchDispatchMode):
         return self._external(tensor)
 
     def _external(self, tensor: torch.Tensor) -> External:
-        geometry = _geometry(tensor)
-        storage = self._keep_storage(tensor)
-        if storage in self._roots and not self._roots[storage][1]:
+        if self._memory.is_computed(storage_id(tensor)):
             raise Untraceable("CX0101", "a tensor that shares memory with computed ones appeared")
         external = External(len(self._externals))
-        self._externals.append(
-            ExternalTensor(
-                self._identities.uid(tensor),
-                storage,
-                calls.meta_of(tensor),
-                isinstance(tensor, torch.nn.Parameter),
-            )
-        )
-        self._roots.setdefault(storage, (geometry, True))
-        self._values.setdefault(geometry, external)
-        self._known[id(tensor)] = _Known(weakref.ref(tensor), external, calls.meta_of(tensor), None)
+        self._memory.add(tensor, external, external=True)
+        meta = calls.meta_of(tensor)
+        parameter = isinstance(tensor, torch.nn.Parameter)
+        uid = self._identities.uid(tensor)
+        self._externals.append(ExternalTensor(uid, storage_id(tensor), meta, parameter))
+        self._known[id(tensor)] = _Known(weakref.ref(tensor), external, meta, None)
         return external
 
     def _returned(self, leaf: Any, arguments: list[torch.Tensor], new: list[torch.Tensor]) -> Any:
@@ -291,7 +284,7 @@ class Recorder(TorchDispatchMode):
         rebinds = []
         before = zip(p.tensors, p.metas, p.storages, p.histories, strict=True)
         for index, (tensor, meta, storage, history) in enumerate(before):
-            now = (calls.meta_of(tensor), tensor.untyped_storage()._cdata, _history(tensor))
+            now = (calls.meta_of(tensor), storage_id(tensor), _history(tensor))
             if now == (meta, storage, history):
                 continue
             if isinstance(p.inputs[index], External):
@@ -373,8 +366,7 @@ class Recorder(TorchDispatchMode):
         event = self._open
         if event is None:
             tracked = any(
-                t.layout is torch.strided and t.untyped_storage()._cdata in self._storages
-                for t in _tensors((args, kwargs))
+                t.layout is torch.strided and storage_id(t) in self._memory for t in _tensors((args, kwargs))
             )
             if tracked or torch.Tag.nondeterministic_seeded in function.tags:
                 raise Untraceable("CX0101", f"{function} ran outside of a call that coexec sees")
@@ -393,32 +385,27 @@ class Recorder(TorchDispatchMode):
         args, tensors = encoded
         number = len(event.operations)
         results: list[Result | None] = []
-        fresh: list[tuple[Geometry, Local]] = []
+        fresh: list[tuple[torch.Tensor, Computed]] = []
         for index, tensor in enumerate(_flat(returned if function._schema.returns else ())):
             if tensor is None:
                 results.append(None)
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 raise Untraceable("CX0107", f"{function} returned a {type(tensor).__name__}")
-            geometry = _geometry(tensor)
-            if geometry in self._values and self._is_live(tensor):
+            if self._memory.value(geometry_of(tensor)) is not None:
                 results.append(None)
                 continue
-            storage = self._keep_storage(tensor)
             alias = None
-            if storage in self._roots:
-                base = next((t for t in tensors if t.untyped_storage()._cdata == storage), None)
+            storage = storage_id(tensor)
+            if storage in self._memory:
+                base = next((t for t in tensors if storage_id(t) == storage), None)
                 if base is None:
-                    raise Untraceable(
-                        "CX0111", f"{function} returned memory that was not among its arguments"
-                    )
+                    raise Untraceable("CX0111", f"{function} returned memory that was no argument")
                 alias = self._lookup(base)
-            else:
-                self._roots[storage] = (geometry, False)
             results.append(Result(calls.meta_of(tensor), alias))
-            fresh.append((geometry, Local(number, index)))
-        for geometry, local in fresh:
-            self._values[geometry] = Computed(event.index, local.operation, local.result)
+            fresh.append((tensor, Computed(event.index, number, index)))
+        for tensor, computed in fresh:
+            self._memory.add(tensor, computed)
         event.operations.append(
             Operation(
                 function,
@@ -467,40 +454,35 @@ class Recorder(TorchDispatchMode):
         """The event's name for a tensor that one of its operations reads."""
         if tensor.layout is not torch.strided:
             raise Untraceable("CX0107", f"{function} reads a tensor of layout {tensor.layout}")
-        geometry = _geometry(tensor)
-        if geometry in self._values and self._is_live(tensor):
-            return self._refer(self._values[geometry])
-        storage = geometry[0]
-        if storage in self._roots and self._is_live(tensor):
-            return self._view(tensor, geometry)
-        return self._constant(tensor, geometry, function)
+        geometry = geometry_of(tensor)
+        source = self._memory.value(geometry)
+        if source is not None:
+            return self._refer(source)
+        root = self._memory.root(geometry[0])
+        return self._constant(tensor, function) if root is None else self._view(tensor, geometry, *root)
 
-    def _view(self, tensor: torch.Tensor, geometry: Geometry) -> Value:
+    def _view(self, tensor: torch.Tensor, geometry: Geometry, root: Geometry, source: Source) -> Value:
         """Memory that is known, in a geometry that no operation made: an `as_strided` of it."""
         event = self._open
         assert event is not None
-        root, _ = self._roots[geometry[0]]
         if root[4:] != geometry[4:]:
             raise Untraceable("CX0111", "memory is read with another dtype than it was made with")
-        base = self._refer(self._values[root])
-        local = Local(len(event.operations), 0)
+        base = self._refer(source)
+        number = len(event.operations)
         args = (base, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         meta = replace(calls.meta_of(tensor), requires_grad=False, is_leaf=True)
-        event.operations.append(
-            Operation(torch.ops.aten.as_strided.default, args, (Result(meta, base),), (), False)
-        )
-        self._values[geometry] = Computed(event.index, local.operation, 0)
-        return local
+        target = torch.ops.aten.as_strided.default
+        event.operations.append(Operation(target, args, (Result(meta, base),), (), False))
+        self._memory.add(tensor, Computed(event.index, number, 0))
+        return Local(number, 0)
 
-    def _constant(self, tensor: torch.Tensor, geometry: Geometry, function: Any) -> Value:
+    def _constant(self, tensor: torch.Tensor, function: Any) -> Value:
         event = self._open
         assert event is not None
         if event.backward or tensor.numel() > 65536 or tensor.requires_grad:
             raise Untraceable("CX0111", f"{function} inside of {self._name()}")
         constant = Constant(tensor.detach().clone())
-        self._keep_storage(tensor)
-        self._roots[geometry[0]] = (geometry, False)
-        self._values[geometry] = constant
+        self._memory.add(tensor, constant)
         return self._refer(constant)
 
     def _refer(self, source: Source) -> Value:
@@ -514,17 +496,6 @@ class Recorder(TorchDispatchMode):
 
     def _value(self, tensor: torch.Tensor) -> Value:
         return self._lookup(tensor, None)
-
-    def _keep_storage(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        cdata: int = storage._cdata
-        held = self._storages.get(cdata)
-        if held is None:
-            self._storages[cdata] = storage_of(tensor)
-        return cdata
-
-    def _is_live(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._storages
 
     def _name(self) -> str:
         assert self._open is not None
@@ -569,18 +540,6 @@ class _Prepared:
     storages: list[int]
     histories: list[str | None]
     leaves: list[tuple[torch.Tensor, torch.Tensor | None, int]]
-
-
-def _geometry(tensor: torch.Tensor) -> Geometry:
-    return (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
 
 
 def _history(tensor: torch.Tensor) -> str | None:
