@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd import graph as _graph
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
@@ -75,6 +76,11 @@ def enter(mode: Any) -> None:
 def leave(mode: Any) -> None:
     """Leaves a mode that was entered by `enter`; modes are left in the opposite order."""
     mode.__exit__(None, None, None)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which operations pass no dispatch mode."""
+    return _disable_current_modes()
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:

@@ -204,6 +204,8 @@ class _CoexecutionSession(_Session):
         self._cause = cause(mismatch.id, mismatch.detail, describe(runner.iteration.location))
         recorder = Recorder(self.state.identities, own_modes=2 if runner.entered else 1)
         mode = TracingMode(recorder, self._frame)
+        if mismatch.id == "CX0114":  # what Python writes through NumPy no trace can hold
+            recorder.fail(mismatch.id, mismatch.detail)
         if runner.entered:
             enter(recorder)
             self._recorder = recorder

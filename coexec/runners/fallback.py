@@ -31,6 +31,10 @@ def replay(runner: PythonRunner, event: Any) -> None:
     runner.graph_runner.finish()
     runner.restore_random_state()
     it = runner.iteration
+    exposed = [r.exposure for r in it.records if isinstance(r, EventRecord) and r.exposure is not None]
+    written = [e.memory.clone() for e in exposed]
+    for exposure in exposed:
+        exposure.memory.copy_(exposure.contents)
     objects = {binding: symbol.tensor for binding, symbol in it.placeholders.items()}
     it.symbols.clear()
     it.placeholders.clear()
@@ -41,6 +45,8 @@ def replay(runner: PythonRunner, event: Any) -> None:
             )
         else:
             _run(record, objects, event)
+    for exposure, contents in zip(exposed, written, strict=True):
+        exposure.memory.copy_(contents)
     it.records.clear()
 
 
@@ -64,6 +70,14 @@ def _run(record: EventRecord, objects: dict[Produced, torch.Tensor], event: Any)
 
     with restored(record.ambient):
         event(node.function, args, kwargs, record.location, adopt)
+    if record.exposure is not None:
+        _share(tensors[0], record.exposure.memory)
+
+
+def _share(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Puts a tensor on the memory that an array in Python's hands already has."""
+    with torch.no_grad():
+        tensor.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
 
 
 def _tensor(token: Token, objects: dict[Produced, torch.Tensor]) -> torch.Tensor:

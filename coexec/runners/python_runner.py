@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from coexec._private import enter, leave
+from coexec._private import enter, leave, without_modes
 from coexec.location import locate
 from coexec.runners import random_state
 from coexec.runners.graph_runner import GraphRunner
@@ -29,6 +29,7 @@ from coexec.runners.placeholder import Guard, Symbol, dressed, make_placeholder,
 from coexec.runners.skeleton import Skeleton, numbers_fit
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.exposed import Exposure, expose
 from coexec.tracegraph.graph import END, START, Captured, Fed, Node, NodeBinding
 from coexec.tracegraph.numbers import TRANSFORMS
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
@@ -55,6 +56,7 @@ class EventRecord:
     tokens: list[Token]
     numbers: list[Number]
     location: int
+    exposure: Exposure | None = None
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class Iteration:
     fed: dict[Fed, torch.Tensor] = field(default_factory=dict)
     late: list[torch.Tensor | Number] = field(default_factory=list)  # messages for the commit
     grads: dict[int, tuple[Token, Token]] = field(default_factory=dict)  # by id of the leaf
+    exposed: list[Exposure] = field(default_factory=list)
     location: int = -1
 
 
@@ -188,6 +191,8 @@ class PythonRunner(TorchFunctionMode):
         self, function: Any, tensors: list[torch.Tensor], numbers: list[Number], key: Hashable, location: int
     ) -> Any:
         it = self.iteration
+        if it.exposed:
+            self._check_exposed()
         state = ambient(own_modes=1)
         metas = tuple([self._meta(t) for t in tensors])
         whole_key = (key, state, metas)
@@ -202,6 +207,14 @@ class PythonRunner(TorchFunctionMode):
                     index, implicit = chosen
                     return self._take(node, index, tensors, implicit, numbers, key, state, location)
         raise Mismatch("CX0001", self._difference(function, nearest, whole_key, numbers))
+
+    def _check_exposed(self) -> None:
+        """Arrays on memory of the graph have to be as they were, for the graph knows nothing of them."""
+        exposed = self.iteration.exposed
+        exposed[:] = [e for e in exposed if e.alive]
+        with without_modes():
+            if any(e.written for e in exposed):
+                raise Mismatch("CX0114", "an array that shares memory with a tensor was written")
 
     def _alternative(self, node: Node, tensors: list[torch.Tensor]) -> tuple[int, list[Token]] | None:
         bindings = tuple([self._binding(t, node, i) for i, t in enumerate(tensors)])
@@ -298,10 +311,16 @@ class PythonRunner(TorchFunctionMode):
         it.path.append(node.id)
         record = EventRecord(node, key, state, tokens, numbers, location)
         if node.kind is Kind.FETCH:
+            if node.function in functions.SHARES_MEMORY and plan.fetches[0] in program.copied:
+                raise Mismatch("CX0114", "a tensor that an array shares memory with is written later on")
             values = [self._fetched(slot, t) for slot, t in zip(plan.fetches, tensors, strict=True)]
             it.records.append(record)  # not before: if the fetch fails, eager execution runs the call
             args, kwargs = calls.unflatten(key, values, numbers)
-            return node.function(*args, **kwargs)
+            returned = node.function(*args, **kwargs)
+            if node.function in functions.SHARES_MEMORY:
+                record.exposure = expose(returned, values[0])
+                it.exposed.append(record.exposure)
+            return returned
         it.records.append(record)
         return self._results(node, tensors, tokens)
 
@@ -381,6 +400,7 @@ class PythonRunner(TorchFunctionMode):
             raise Mismatch("CX0001", "the iteration ended earlier than any trace")
         for message in self.skeleton.program.edges.get((it.at, END), ()):
             self.graph_runner.send(message)
+        self._check_exposed()
         self._check_memory()
         alive = self._alive()
         for binding in alive:

@@ -151,6 +151,7 @@ class Program:
         captured: register of each captured external tensor that the program reads.
         plans: what to send at each node.
         edges: numbers to send when an edge of the TraceGraph is taken.
+        copied: fetch slots whose memory is written later on, so that Python gets a copy.
         rebased: outputs that view an external tensor through its shadow: (node, output) -> which.
         shadowed: external tensors that are written before the commit, on a copy.
         written: external tensors whose memory the program writes.
@@ -168,6 +169,7 @@ class Program:
     plans: tuple[NodePlan, ...]
     edges: dict[tuple[int, int], tuple[int, ...]]
     fetch_slots: int
+    copied: frozenset[int]
     rebased: dict[tuple[int, int], Captured | Fed]
     shadowed: frozenset[Captured | Fed]
     written: frozenset[Captured | Fed]

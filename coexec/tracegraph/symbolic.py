@@ -344,6 +344,7 @@ class _Lowering:
             plans=plans,
             edges={e: tuple(m) for e, m in self.edges.items()},
             fetch_slots=self.fetch_slots,
+            copied=frozenset(i.slot for i in instructions if isinstance(i, Fetch) and i.copy),
             rebased=rebased,
             shadowed=frozenset(shadowed),
             written=frozenset(written),

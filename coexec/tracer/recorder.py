@@ -23,11 +23,13 @@ from coexec._private import (
     MODE_WRAPPER_FILES,
     TORCH_DIRECTORY,
     is_transformed,
+    without_modes,
 )
 from coexec.location import describe
 from coexec.reasons import Cause, cause
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.exposed import Exposure, expose
 from coexec.tracegraph.trace import (
     Binding,
     Computed,
@@ -96,6 +98,7 @@ class Recorder(TorchDispatchMode):
         self._externals: list[ExternalTensor] = []
         self._known: dict[int, _Known] = {}
         self._memory = Memory()
+        self._exposed: list[Exposure] = []
         self._open: _OpenEvent | None = None
         self._outputs: list[tuple[int, int]] = []
         self._consumed: set[Any] = set()
@@ -133,6 +136,8 @@ class Recorder(TorchDispatchMode):
             returned = adopt(function(*args, **kwargs))
             if self.cause is None:
                 self._complete(prepared, returned)
+                if function in functions.SHARES_MEMORY:
+                    self._exposed.append(expose(returned, prepared.tensors[0]))
         except Untraceable as e:
             self.fail(e.id, e.detail)
         except BaseException:
@@ -150,6 +155,7 @@ class Recorder(TorchDispatchMode):
     def _prepare(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Prepared:
+        self._check_exposed()
         if function in functions.UNSUPPORTED:
             raise Untraceable("CX0109", functions.name_of(function))
         tensors, numbers, key = calls.flatten(args, kwargs)
@@ -226,6 +232,15 @@ class Recorder(TorchDispatchMode):
                 backward=event.backward,
             )
         )
+
+    def _check_exposed(self) -> None:
+        """What Python writes through NumPy no event shows."""
+        if not self._exposed:
+            return
+        self._exposed = [e for e in self._exposed if e.alive]
+        with without_modes():
+            if any(e.written for e in self._exposed):
+                raise Untraceable("CX0114", "an array that shares memory with a tensor was written")
 
     def _bind(self, tensor: torch.Tensor, function: Callable[..., Any]) -> Binding:
         known = self._known.get(id(tensor))
@@ -383,6 +398,12 @@ class Recorder(TorchDispatchMode):
         event = self._open
         assert event is not None
         args, tensors = encoded
+        writes = self._writes(function, args)
+        if writes and self._exposed:
+            self._exposed = [e for e in self._exposed if e.alive]
+            written = {storage_id(t) for t in tensors}
+            if any(storage_id(e.memory) in written for e in self._exposed):
+                raise Untraceable("CX0114", "a tensor that an array shares memory with was written")
         number = len(event.operations)
         results: list[Result | None] = []
         fresh: list[tuple[torch.Tensor, Computed]] = []
@@ -411,7 +432,7 @@ class Recorder(TorchDispatchMode):
                 function,
                 args,
                 tuple(results),
-                self._writes(function, args),
+                writes,
                 torch.Tag.nondeterministic_seeded in function.tags,
             )
         )

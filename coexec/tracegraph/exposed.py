@@ -1,0 +1,48 @@
+"""Memory that Python sees through NumPy.
+
+`Tensor.numpy()` gives Python an array on the tensor's own memory. As long as the array lives, Python
+can write to it, and a later in-place operation shows in it; no torch call tells of either.
+
+In:  arrays as they are handed out.
+Out: what has been written since, asked before each torch call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class Exposure:
+    """An array that was handed out: a weak reference to it, its memory, and what was in it."""
+
+    array: weakref.ref[Any]
+    memory: torch.Tensor
+    contents: torch.Tensor
+
+    @property
+    def alive(self) -> bool:
+        """Whether Python can still see the memory (views keep the array alive)."""
+        return self.array() is not None
+
+    @property
+    def written(self) -> bool:
+        """Whether the memory has changed since `contents` was taken."""
+        return not _same(self.memory, self.contents)
+
+
+def expose(array: Any, memory: torch.Tensor) -> Exposure:
+    """Remembers an array that shares `memory`."""
+    plain = memory.detach()
+    return Exposure(weakref.ref(array), plain, plain.clone())
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    equal = a.eq(b)
+    if a.is_floating_point() or a.is_complex():
+        equal |= a.isnan() & b.isnan()
+    return bool(equal.all())
