@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from pipeline.errors import ProgramError
 
@@ -124,6 +124,33 @@ class Wait(NamedTuple):
 
 
 Action = Compute | Message | Transfer | Weights | Wait
+
+OPPOSITE = {
+    Kind.SEND: Kind.RECEIVE,
+    Kind.RECEIVE: Kind.SEND,
+    Kind.EVICT: Kind.ACCEPT,
+    Kind.ACCEPT: Kind.EVICT,
+    Kind.RETURN: Kind.LOAD,
+    Kind.LOAD: Kind.RETURN,
+}
+"""What is started at the other end."""
+
+GIVING = frozenset({Kind.SEND, Kind.EVICT, Kind.RETURN})
+"""The ends that data come from."""
+
+
+@overload
+def other_end(action: Message, rank: int) -> Message: ...
+
+
+@overload
+def other_end(action: Transfer, rank: int) -> Transfer: ...
+
+
+def other_end(action: Message | Transfer, rank: int) -> Message | Transfer:
+    """What the peer has to start for what a rank starts."""
+    return action._replace(kind=OPPOSITE[action.kind], peer=rank)
+
 
 _KINDS = {kind.value: kind for kind in Kind}
 _INT = r"(0|[1-9][0-9]*)"

@@ -21,6 +21,9 @@ import networkx as nx
 from pipeline.errors import GraphError
 from pipeline.graph import ProfiledGraph, as_digraph, without
 
+MOST = 5000
+"""More states than this take a planner hours; parallel branches multiply them."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -61,7 +64,7 @@ def states(graph: ProfiledGraph) -> tuple[State, ...]:
     """All states that contain the first source, smallest first; the last one is the whole model.
 
     Raises:
-        GraphError: The graph is empty or falls apart.
+        GraphError: The graph is empty, falls apart, or has more than `MOST` states.
     """
     digraph = as_digraph(graph.model)
     if not digraph:
@@ -77,6 +80,11 @@ def states(graph: ProfiledGraph) -> tuple[State, ...]:
         for v in {w for u in ideal for w in digraph.successors(u)} - ideal:
             larger = ideal | below[v]
             if larger not in found:
+                if len(found) == MOST:
+                    raise GraphError(
+                        f"{graph.model.name}: there are more than {MOST} ways to cut the graph. Merge nodes of"
+                        " parallel branches."
+                    )
                 found.add(larger)
                 queue.append(larger)
     order = {node.id: i for i, node in enumerate(graph.model.nodes)}

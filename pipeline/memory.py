@@ -156,15 +156,6 @@ def _received(layout: Layout, costs: Sequence[StageCost], action: Compute, *, gr
         sized = stage if gradient else other
         for j in layout.overlapping(stage, k, other):
             if layout.owner(other, j) != rank:
-                samples = len(shared_samples(layout, stage, k, other, j))
+                samples = len(layout.shared_samples(stage, k, other, j))
                 total += costs[sized].output_bytes * samples / layout.stages[sized].size
     return total
-
-
-def shared_samples(layout: Layout, stage: int, micro_batch: int, other: int, other_micro_batch: int) -> range:
-    """The samples that a micro-batch of one stage and one of another have in common."""
-    size, other_size = layout.stages[stage].size, layout.stages[other].size
-    return range(
-        max(micro_batch * size, other_micro_batch * other_size),
-        min((micro_batch + 1) * size, (other_micro_batch + 1) * other_size),
-    )

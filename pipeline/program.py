@@ -78,6 +78,14 @@ class Layout:
         size, other_size = self.stages[stage].size, self.stages[other].size
         return range(micro_batch * size // other_size, -(-(micro_batch + 1) * size // other_size))
 
+    def shared_samples(self, stage: int, micro_batch: int, other: int, other_micro_batch: int) -> range:
+        """The samples that a micro-batch of one stage and one of another have in common."""
+        size, other_size = self.stages[stage].size, self.stages[other].size
+        return range(
+            max(micro_batch * size, other_micro_batch * other_size),
+            min((micro_batch + 1) * size, (other_micro_batch + 1) * other_size),
+        )
+
     def hosted(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds."""
         return tuple(s for s, stage in enumerate(self.stages) if rank in stage.ranks)

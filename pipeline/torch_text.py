@@ -1,8 +1,8 @@
 """Programs in the text that torch.distributed.pipelining writes and loads.
 
 In:  one row of actions a rank, such as `0F3`, `0SEND_F3`, `1RECV_F3`, `1B3`.
-Out: a `Program`; and back, for what torch can express: a chain of stages, one rank each, no transfers, no weight
-     versions.
+Out: a `Program`; and back, for what torch can express: a chain of stages, one rank each, no transfers, no
+     weight versions.
 
 In torch a pass waits by itself for what it receives, so that waits appear and disappear here. Sharding and
 gradient reduction (`UNSHARD`, `RESHARD`, `REDUCE_GRAD`) are not looked at. Only text, torch is not imported.

@@ -31,7 +31,7 @@ KNOWN = {model.name: model for model in (GPT3_13B, GPT3_96B, GPT3_134B)}
 ONLY = {
     "pipedream": ("straight", "check_memory", "fewer_machines", "compression"),
     "2bw": ("recompute_factor",),
-    "ptdp": ("transformer", "flops", "chunks"),
+    "ptdp": ("transformer", "flops", "chunks", "bpipe"),
 }
 """Options that one planner alone understands."""
 
@@ -85,6 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--chunks", type=integers, metavar="V,V", help="ptdp: chunks a device to try (default: 1,2,4)"
+    )
+    group.add_argument(
+        "--bpipe", action="store_true", help="ptdp: also try moving activations to late stages"
     )
 
 
@@ -161,6 +164,7 @@ def _ptdp(args: argparse.Namespace, topology: Topology) -> Plan:
         _batch(args),
         args.cost_model or "communication",
         chunks=args.chunks or (1, 2, 4),
+        bpipe=args.bpipe,
         profiles=_measured(args),
     )
     return planners.plan(graph, topology, limits)

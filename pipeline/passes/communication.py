@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from pipeline.actions import Action, Compute, Kind, Message, Wait
+from pipeline.actions import Action, Compute, Kind, Message, Wait, other_end
 from pipeline.dependencies import inputs_of, result_of
-from pipeline.memory import shared_samples
 from pipeline.program import Layout, Program, with_ranks
 
 
@@ -27,7 +26,7 @@ def add_communication(program: Program) -> Program:
     channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for r, per_action in enumerate(sent):
         for send in (send for sends in per_action for send in sends):
-            channels[r, send.peer].append(receive_of(send, r))
+            channels[r, send.peer].append(other_end(send, r))
     ranks = []
     for r, actions in enumerate(program.ranks):
         posts, waits = _receives(layout, actions, r, channels)
@@ -41,11 +40,6 @@ def add_communication(program: Program) -> Program:
     return with_ranks(program, ranks)
 
 
-def receive_of(send: Message, rank: int) -> Message:
-    """The other end of a message that a rank sends."""
-    return send._replace(kind=Kind.RECEIVE, peer=rank)
-
-
 def _sends(layout: Layout, action: Action, rank: int) -> list[Message]:
     if not isinstance(action, Compute) or (made := result_of(action)) is None:
         return []
@@ -54,7 +48,7 @@ def _sends(layout: Layout, action: Action, rank: int) -> list[Message]:
     for target in layout.predecessors[stage] if made.gradient else layout.successors[stage]:
         for j in layout.overlapping(stage, k, target):
             if (peer := layout.owner(target, j)) != rank:
-                samples = shared_samples(layout, stage, k, target, j)
+                samples = layout.shared_samples(stage, k, target, j)
                 sends.append(
                     Message(Kind.SEND, made.gradient, stage, target, samples.start, samples.stop, peer)
                 )
@@ -81,8 +75,8 @@ def _receives(
             peer = layout.owner(result.stage, result.micro_batch)
             if peer == rank:
                 continue
-            samples = shared_samples(
-                layout, action.stage, action.micro_batch, result.stage, result.micro_batch
+            samples = layout.shared_samples(
+                action.stage, action.micro_batch, result.stage, result.micro_batch
             )
             message = Message(
                 Kind.RECEIVE, result.gradient, result.stage, action.stage, samples.start, samples.stop, peer

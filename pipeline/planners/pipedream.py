@@ -130,10 +130,11 @@ def _joined(before: Array, last: Array, model: CostModel, replicas: int) -> Arra
     """Best over all cuts of a pipeline up to the cut and one last stage after it."""
     arriving, leaving = model.transfer_in(replicas), model.transfer_out(replicas)
     fed = np.maximum(before, arriving[None, :])
-    result = np.empty_like(before)
-    for j in range(before.shape[1]):
-        stage = np.maximum(last[1:, j], leaving[j])
-        result[:, j] = np.min(np.maximum(fed, stage[None, :]), axis=1)
+    result = np.full_like(before, np.inf)
+    for j in range(1, before.shape[1]):
+        rows = min(before.shape[0], j + 1)  # what starts later than j holds no cut before j
+        stage = np.maximum(last[1 : j + 1, j], leaving[j])
+        result[:rows, j] = np.min(np.maximum(fed[:rows, :j], stage[None, :]), axis=1)
     return result
 
 

@@ -15,14 +15,13 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 
-from pipeline.actions import Action, Compute, Kind, Message, Transfer, Wait, Weights
+from pipeline.actions import GIVING, Action, Compute, Kind, Message, Transfer, Wait, Weights, other_end
 from pipeline.errors import ProgramError
 from pipeline.memory import changes, initial_bytes, message_bytes, recomputed_items, transfer_bytes
 from pipeline.plans import StageCost
 from pipeline.program import Program
 from pipeline.simulator.result import Event, Result
 from pipeline.topology import Resource, Topology
-from pipeline.validator.messages import GIVING
 
 Key = tuple[object, ...]
 """What both ends of a transfer have in common."""
@@ -153,7 +152,7 @@ class _Engine:
         if gives and (other is not None or not self.rendezvous):
             self._transfer(key, action, r, time, self.cause[r])
         elif other is not None and key not in self.done:
-            self._transfer(key, _giving(action, r), other, time, self.cause[r])
+            self._transfer(key, other_end(action, r), other, time, self.cause[r])
 
     def _transfer(self, key: Key, action: Message | Transfer, giver: int, time: float, cause: int) -> None:
         latency, per_byte, links = self._route(giver, action.peer)
@@ -242,9 +241,3 @@ def _key(action: Message | Transfer) -> Key:
     if isinstance(action, Message):
         return (action.gradient, action.source, action.target, action.start)
     return (action.kind in (Kind.EVICT, Kind.ACCEPT), action.stage, action.micro_batch)
-
-
-def _giving(action: Message | Transfer, taker: int) -> Message | Transfer:
-    """The giving end of what a rank takes."""
-    kinds = {Kind.RECEIVE: Kind.SEND, Kind.ACCEPT: Kind.EVICT, Kind.LOAD: Kind.RETURN}
-    return action._replace(kind=kinds[action.kind], peer=taker)

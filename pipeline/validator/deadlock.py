@@ -7,10 +7,9 @@ so this holds for eager and for rendezvous sends alike.
 
 from __future__ import annotations
 
-from pipeline.actions import Action, Kind, Message, Transfer, Wait, Weights
+from pipeline.actions import Action, Kind, Message, Transfer, Wait, Weights, other_end
 from pipeline.graph import find_cycle
 from pipeline.program import Program
-from pipeline.validator.messages import other_end
 from pipeline.validator.problems import Problem, problem
 
 Meeting = tuple[int, Message | Transfer | Weights]

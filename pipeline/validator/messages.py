@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Literal
 
-from pipeline.actions import Action, Kind, Message, Transfer
+from pipeline.actions import GIVING, Action, Message, Transfer, other_end
 from pipeline.program import Program
 from pipeline.validator.problems import Problem, problem
 
@@ -13,21 +13,6 @@ Matching = Literal["tags", "fifo"]
 
 Channel = tuple[int, int, str]
 """From rank, to rank, and what: messages between stages and transfers of saved activations are kept apart."""
-
-OPPOSITE = {
-    Kind.SEND: Kind.RECEIVE,
-    Kind.RECEIVE: Kind.SEND,
-    Kind.EVICT: Kind.ACCEPT,
-    Kind.ACCEPT: Kind.EVICT,
-    Kind.RETURN: Kind.LOAD,
-    Kind.LOAD: Kind.RETURN,
-}
-GIVING = frozenset({Kind.SEND, Kind.EVICT, Kind.RETURN})
-
-
-def other_end(action: Message | Transfer, rank: int) -> Message | Transfer:
-    """What the peer has to start for what a rank starts."""
-    return action._replace(kind=OPPOSITE[action.kind], peer=rank)
 
 
 def channel_of(action: Message | Transfer, rank: int) -> Channel:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pipeline.actions import Action, Compute, Kind, Message, Transfer, Wait
 from pipeline.dependencies import Result, inputs_of, result_of
-from pipeline.memory import recomputed_items, shared_samples
+from pipeline.memory import recomputed_items
 from pipeline.program import Layout, Program
 from pipeline.validator.problems import Problem, problem
 
@@ -85,7 +85,7 @@ def _inputs(layout: Layout, rank: int, state: _State, action: Compute) -> Iterat
             if result not in state.made:
                 yield f"needs the {what} of stage {result.stage} for micro-batch {result.micro_batch}"
             continue
-        samples = shared_samples(layout, action.stage, action.micro_batch, result.stage, result.micro_batch)
+        samples = layout.shared_samples(action.stage, action.micro_batch, result.stage, result.micro_batch)
         message = Message(
             Kind.RECEIVE,
             result.gradient,

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pipeline.actions import Action, Compute, Kind, Message, Transfer, Wait, Weights
-from pipeline.memory import shared_samples
 from pipeline.program import Layout, Program
 from pipeline.validator.problems import Problem, problem
 
@@ -66,7 +65,7 @@ def _misplaced_message(layout: Layout, rank: int, action: Message) -> str | None
         return f"there are no such samples; there are {layout.samples}"
     made = action.start // layout.stages[action.source].size
     used = action.start // layout.stages[action.target].size
-    shared = shared_samples(layout, action.source, made, action.target, used)
+    shared = layout.shared_samples(action.source, made, action.target, used)
     if shared != range(action.start, action.stop):
         return f"a message holds what two micro-batches share, here [{shared.start},{shared.stop})"
     ends = layout.owner(action.source, made), layout.owner(action.target, used)

@@ -132,7 +132,16 @@ def test_a_memory_bound_is_checked(plan_file, capsys):
 def test_the_other_planners_plan_too(tmp_path, capsys):
     machines = ["--machines", "8,4", "--bandwidth", "300e9,25e9", "--memory", "80e9"]
     status, out, err = run(
-        capsys, "plan", "--planner", "ptdp", "--transformer", "gpt3-13b", "--batch", "32", *machines
+        capsys,
+        "plan",
+        "--planner",
+        "ptdp",
+        "--transformer",
+        "gpt3-13b",
+        "--batch",
+        "32",
+        "--bpipe",
+        *machines,
     )
     assert status == 0
     assert plan_from_json(json.loads(out)).planner == "ptdp"

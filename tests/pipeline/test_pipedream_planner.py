@@ -275,9 +275,17 @@ def test_limits_that_cannot_be_met_are_an_error(graph, limits, message):
         plan(graph, flat(2, 1e9), limits)
 
 
-def test_a_graph_that_falls_apart_or_is_empty_is_refused():
+def test_a_graph_that_cannot_be_cut_into_a_pipeline_is_refused():
     apart = ProfiledGraph(ModelGraph("m", (Node("a"), Node("b")), ()), (Cost(1), Cost(1)))
     with pytest.raises(GraphError, match="falls apart"):
         plan(apart, flat(2, 1e9), Limits())
+    wide = [
+        ("in", f"{branch}.{i}") if i == 0 else (f"{branch}.{i - 1}", f"{branch}.{i}")
+        for branch in range(8)
+        for i in range(4)
+    ]
+    nodes = (Node("in"), *(Node(b) for _, b in wide))
+    with pytest.raises(GraphError, match="more than 5000 ways to cut"):
+        states(ProfiledGraph(ModelGraph("m", nodes, tuple(wide)), (Cost(),) * len(nodes)))
     with pytest.raises(GraphError, match="no nodes"):
         plan(chain_graph("m", {}), flat(2, 1e9), Limits())

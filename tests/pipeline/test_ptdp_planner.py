@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from math import inf
 
 import pytest
 
 from pipeline.errors import PlanError
 from pipeline.graph import Cost, ProfiledGraph
+from pipeline.memory import MICRO_BATCHES, peaks
+from pipeline.passes import bpipe
 from pipeline.planners import plan
 from pipeline.planners.blocks import blocks_of
-from pipeline.planners.ptdp import Configuration, Limits, batch_time, by_the_rules, memory
+from pipeline.planners.ptdp import Configuration, Limits, by_the_rules, configurations
+from pipeline.planners.ptdp_model import batch_time, chunks_held, memory, transfers_fit
+from pipeline.program import chain
+from pipeline.schedules import one_f_one_b
 from pipeline.topology import Level, Topology, flat
 from pipeline.transformer import GPT3_96B, Transformer, transformer_profile
 
@@ -33,9 +39,8 @@ def random_case(rng: random.Random):
             for c in graph.costs
         )
         profiles = (ProfiledGraph(graph.model, costs, 4),)
-    levels = tuple(
-        Level(m, rng.choice([1e9, 1e10, 1e11])) for m in rng.choice([(1,), (2,), (4,), (2, 2), (4, 2)])
-    )
+    machines = rng.choice([(1,), (2,), (4,), (2, 2), (4, 2), (2, 4)])
+    topology = Topology(tuple(Level(m, rng.choice([1e9, 1e10, 1e11])) for m in machines))
     limits = Limits(
         model,
         rng.choice([4, 8, 12]),
@@ -43,8 +48,13 @@ def random_case(rng: random.Random):
         chunks=rng.choice([(1,), (1, 2), (1, 2, 3)]),
         profiles=profiles,
         scatter_gather=rng.random() < 0.5,
+        bpipe=rng.random() < 0.5,
     )
-    return graph, Topology(levels, rng.choice([None, 1e7, 5e7, 2e8])), limits
+    possible = list(configurations(topology, limits))
+    if possible and rng.random() < 0.8:  # what some configuration needs, more or less
+        need = max(memory(limits, rng.choice(possible)))
+        topology = replace(topology, memory_bytes=need * rng.uniform(0.8, 1.1))
+    return graph, topology, limits
 
 
 def component(topology: Topology, a: int, b: int) -> float:
@@ -80,7 +90,19 @@ def by_enumeration(graph, topology, limits) -> float:
         base = max([x for x in measured if x <= b], default=min(measured))
         embedding, layer, *_, head = measured[base]
         scale = b / base
-        for recompute in limits.recompute:
+        for recompute, balanced in product(limits.recompute, (False, True)):
+            if balanced and not (limits.bpipe and v == 1 and p >= 4):
+                continue
+            bound = -(-(p + 2) // 2)
+            order = list(range(p))  # which place each stage has along the devices
+            if balanced:
+                order = [2 * r if r < p // 2 else 2 * (p - 1 - r) + 1 for r in range(p)]
+                if p % 2:
+                    order[p // 2] = p - 1
+
+            def device(r, k, p=p, d=d, t=t, balanced=balanced, order=order):
+                return ((k * p + order[r]) if balanced else (r * d + k)) * t
+
             per_layer = (
                 {"none": 34 + 5 * a * s / h, "attention": 34, "layer": 2 * t}[recompute] * s * b * h / t
             )
@@ -90,11 +112,14 @@ def by_enumeration(graph, topology, limits) -> float:
                 params += (V + s) * h if r == 0 else 0
                 params += V * h if r == p - 1 and p > 1 else 0
                 chunks = min(m, p - r) if v == 1 else min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1)
+                if balanced:
+                    away = max(0, min(m, r + 1) - bound)
+                    chunks = min(chunks, bound) + (away + 1 if away else 0)
                 working = (34 + 5 * a * s / h) * s * b * h / t if recompute == "layer" else 0
                 bytes_.append(20 * params / t + chunks * L / (p * v) * per_layer + working)
             if topology.memory_bytes is not None and max(bytes_) > topology.memory_bytes:
                 continue
-            paces, synchronise = [], 0.0
+            paces, forwards, synchronise = [], [], 0.0
             for r in range(p):
                 own = [embedding] * (r == 0) + [layer] * (L // p) + [head] * (r == p - 1)
                 forward = sum(c.forward_ms for c in own) * scale / 1e3 / t
@@ -108,19 +133,25 @@ def by_enumeration(graph, topology, limits) -> float:
                     pace += L // p * tensor * passes / 2
                     if p > 1:
                         slowest = min(
-                            component(topology, (k * d + r) * t, ((k + 1) * d + r) * t)
+                            component(topology, device(k, x), device(k + 1, x))
                             for k in range(p - 1)
-                            for r in range(d)
+                            for x in range(d)
                         )
                         sent = 2 * b * s * h / (t if limits.scatter_gather else 1) / slowest
                         pace += 2 * sent * v
                     if d > 1:
                         ring = min(
-                            component(topology, (r * d + k) * t, (r * d + (k + 1) % d) * t) for k in range(d)
+                            component(topology, device(r, k), device(r, (k + 1) % d)) for k in range(d)
                         )
                         weights = sum(c.parameter_bytes for c in own) / t
                         synchronise = max(synchronise, 2 * (d - 1) / d * weights / ring)
                 paces.append(pace)
+                forwards.append(forward)
+            if balanced:
+                pairs = [(device(r, x), device(p - 1 - r, x)) for r in range(p // 2) for x in range(d)]
+                transfer = L / p * per_layer / min(component(topology, *pair) for pair in pairs)
+                if transfer > min(forwards):
+                    continue
             best = min(best, (m + (p - 1) / v) * max(paces) + synchronise)
     return best
 
@@ -142,8 +173,9 @@ def test_the_objective_is_that_of_a_plain_enumeration():
         stage = found.stages[0]
         seen |= {("t", stage.tensor_parallel > 1), ("d", stage.replicas > 1), ("v", found.virtual_stages > 1)}
         seen |= {("p", len(found.stages) > 1), ("r", stage.recompute != "none")}
+        seen.add(("b", found.schedule == "bpipe"))
     assert 0 < infeasible < CASES / 2
-    assert seen == {(what, yes) for what in "tdvpr" for yes in (False, True)}
+    assert seen == {(what, yes) for what in "tdvprb" for yes in (False, True)}
 
 
 @pytest.mark.parametrize(("p", "d", "b"), [(1, 8, 1), (2, 4, 2), (4, 2, 1), (8, 1, 4)])
@@ -172,6 +204,31 @@ def test_memory_counts_state_and_what_is_in_flight():
     held = memory(limits, Configuration(8, 4, 1, 2, 1, "attention"))
     assert (held[1] - held[2]) / 1e9 == pytest.approx(3.476, abs=1e-3)
     assert held[0] > held[1] > held[6]
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 4), (5, 9), (8, 8), (8, 24), (12, 24)])
+def test_bpipe_holds_no_more_than_the_model_says(p, m):
+    program = bpipe(one_f_one_b(chain(m, [1] * p)))
+    held = peaks(program, [MICRO_BATCHES] * p)
+    balanced = Configuration(p, 1, 1, 1, 1, "none", bpipe=True)
+    assert all(real <= chunks_held(balanced, m, r) for r, real in enumerate(held))
+    assert max(chunks_held(balanced, m, r) for r in range(p)) <= -(-(p + 2) // 2)
+
+
+def test_bpipe_is_chosen_where_it_makes_room_for_less_recomputation():
+    # GPT-3 96B on 32 devices, t=4, p=8, b=2: the published configuration that fits only when balanced.
+    topology = Topology((Level(4, 300e9), Level(8, 100e9)))
+    graph = transformer_profile(GPT3_96B, flops_per_s=150e12)
+    plain = Configuration(8, 4, 1, 2, 1, "attention")
+    limits = Limits(GPT3_96B, 128, micro_batches=(2,), chunks=(1,), bpipe=True)
+    between = (max(memory(limits, plain)) + max(memory(limits, replace(plain, bpipe=True)))) / 2
+    assert transfers_fit(blocks_of(graph), topology, limits, replace(plain, bpipe=True))
+    tight = replace(topology, memory_bytes=between)
+    balanced = plan(graph, tight, limits)
+    without = plan(graph, tight, replace(limits, bpipe=False))
+    assert balanced.schedule == "bpipe"
+    assert balanced.predicted.time_s < without.predicted.time_s
+    assert without.stages[0].recompute == "layer"
 
 
 def test_a_larger_model_gets_more_model_parallelism_by_the_rules():
