@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd import graph as _graph
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
@@ -78,9 +77,8 @@ def leave(mode: Any) -> None:
     mode.__exit__(None, None, None)
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """A context in which operations pass no dispatch mode."""
-    return _disable_current_modes()
+#: While entered, operations pass no dispatch mode.
+WithoutModes: Any = torch._C._DisableTorchDispatch
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:

@@ -49,8 +49,9 @@ int instruction_of(PyFrameObject* frame) {
 #endif
 }
 
-// `skip` frames are left out at the inner end; the chain ends with the frame `outermost`.
-int64_t locate(int skip, const py::object& outermost) {
+}  // namespace
+
+int64_t locate(int skip, PyObject* outermost) {
   Table& t = table();
   t.scratch.clear();
   PyFrameObject* frame = owned(PyEval_GetFrame());
@@ -62,7 +63,7 @@ int64_t locate(int skip, const py::object& outermost) {
       t.scratch.emplace_back(code, instruction_of(frame));
       Py_DECREF(reinterpret_cast<PyObject*>(code));
     }
-    bool last = reinterpret_cast<PyObject*>(frame) == outermost.ptr();
+    bool last = reinterpret_cast<PyObject*>(frame) == outermost;
     PyFrameObject* back = last ? nullptr : PyFrame_GetBack(frame);
     Py_DECREF(reinterpret_cast<PyObject*>(frame));
     frame = back;
@@ -76,6 +77,8 @@ int64_t locate(int skip, const py::object& outermost) {
   return id;
 }
 
+namespace {
+
 std::vector<std::pair<py::object, int>> sites(int64_t id) {
   std::vector<std::pair<py::object, int>> out;
   for (const auto& [code, instruction] : *table().chains.at(id)) {
@@ -87,7 +90,7 @@ std::vector<std::pair<py::object, int>> sites(int64_t id) {
 }  // namespace
 
 void bind_location(py::module_& m) {
-  m.def("locate", &locate);
+  m.def("locate", [](int skip, const py::object& outermost) { return locate(skip, outermost.ptr()); });
   m.def("sites", &sites);
 }
 

@@ -1,6 +1,7 @@
 // Python bindings, and the operators through which a compiled block feeds and fetches.
 #include "location.h"
 #include "runner.h"
+#include "walker.h"
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
@@ -69,4 +70,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("times", &Runner::times)
       .def("value", [](Runner& r, int64_t reg) { return torch::jit::toPyObject(r.value(reg)); });
   coexec::bind_location(m);
+  coexec::bind_walker(m);
 }

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from coexec.runners.placeholder import realize
-from coexec.runners.python_runner import EventRecord, GradRecord, PythonRunner, Token
+from coexec.runners.python_runner import PythonRunner
+from coexec.runners.records import EventRecord, GradRecord, Token
 from coexec.tracegraph import calls
 from coexec.tracegraph.ambient import restored
 from coexec.tracegraph.trace import Kind, Produced

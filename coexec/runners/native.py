@@ -32,20 +32,20 @@ class NativeRunner:
     """Runs programs on a C++ thread; see `coexec.runners.graph_runner`."""
 
     def __init__(self) -> None:
-        self._runner = core.Runner()
-        self.send = self._runner.send
-        self.fetch = self._runner.fetch
-        self.commit = self._runner.commit
-        self.wait = self._runner.wait
-        self.cancel = self._runner.cancel
-        self.committing = self._runner.committing
-        self.finish = self._runner.finish
-        self.value = self._runner.value
-        self.times = self._runner.times
+        self.core = core.Runner()
+        self.send = self.core.send
+        self.fetch = self.core.fetch
+        self.commit = self.core.commit
+        self.wait = self.core.wait
+        self.cancel = self.core.cancel
+        self.committing = self.core.committing
+        self.finish = self.core.finish
+        self.value = self.core.value
+        self.times = self.core.times
 
     def begin(self, program: Program, captured: Sequence[torch.Tensor], start: bool) -> None:
         """Starts an iteration; `captured` are the tensors of `program.captured`, in its order."""
-        self._runner.begin(encoded(program), list(captured), start)
+        self.core.begin(encoded(program), list(captured), start)
 
 
 _cache: dict[int, tuple[Program, Any]] = {}

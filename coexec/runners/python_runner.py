@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from coexec._private import enter, leave, without_modes
+from coexec._private import WithoutModes, enter, leave
 from coexec.location import locate
 from coexec.runners import random_state
 from coexec.runners.graph_runner import GraphRunner
+from coexec.runners.native import NativeRunner
 from coexec.runners.placeholder import Guard, Symbol, dressed, make_placeholder, realize
+from coexec.runners.records import EventRecord, GradRecord, Token
 from coexec.runners.skeleton import Skeleton, numbers_fit
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
@@ -33,8 +35,6 @@ from coexec.tracegraph.exposed import Exposure, expose
 from coexec.tracegraph.graph import END, START, Captured, Fed, Node, NodeBinding
 from coexec.tracegraph.numbers import TRANSFORMS
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
-
-Token = Produced | torch.Tensor | None  # a placeholder by its binding, or a tensor from outside
 
 
 class Mismatch(Exception):
@@ -44,27 +44,6 @@ class Mismatch(Exception):
         super().__init__(detail)
         self.id = id_
         self.detail = detail
-
-
-@dataclass(slots=True)
-class EventRecord:
-    """A matched event, with what is needed to run it again eagerly."""
-
-    node: Node
-    key: Hashable
-    ambient: Hashable
-    tokens: list[Token]
-    numbers: list[Number]
-    location: int
-    exposure: Exposure | None = None
-
-
-@dataclass(slots=True)
-class GradRecord:
-    """An assignment to a `.grad`."""
-
-    leaf: Token
-    value: Token
 
 
 @dataclass(slots=True)
@@ -113,10 +92,14 @@ class PythonRunner(TorchFunctionMode):
         self.entered = False
         for index, tensor in enumerate(captured):
             if tensor is not None:
-                self.iteration.externals[id(tensor)] = Captured(index)
+                self.iteration.externals[id(tensor)] = skeleton.captured[index]
         self.restore_random_state = random_state.save(skeleton.generators)
         bound = [captured[i] for i in skeleton.program.captured]
         self.graph_runner.begin(skeleton.program, bound, not lazy)  # type: ignore[arg-type]  # checked before
+        self._walker: Any = None
+        if isinstance(graph_runner, NativeRunner):
+            self._walker = skeleton.walker
+            self._walker.begin(self.iteration, graph_runner.core, outermost)
 
     # --- torch calls ------------------------------------------------------------------------------
 
@@ -132,6 +115,10 @@ class PythonRunner(TorchFunctionMode):
             return self._get_grad(args[0])
         if function in functions.AMBIENT or getattr(function, "__module__", None) == "torch._ops.profiler":
             return function(*args, **kwargs)
+        if self._walker is not None and not self.iteration.exposed:
+            answer = self._walker.step(function, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         location = locate(1, self._outermost)
         self.iteration.location = location
         try:
@@ -143,6 +130,7 @@ class PythonRunner(TorchFunctionMode):
 
     def fall_back(self, mismatch: Mismatch) -> None:
         """Makes the iteration eager; placeholders are real tensors when this returns."""
+        self._let_go()
         self._eager = self._on_mismatch(self, mismatch)
 
     @property
@@ -165,7 +153,13 @@ class PythonRunner(TorchFunctionMode):
 
     def forget(self) -> None:
         """Drops everything that the iteration holds."""
+        self._let_go()
         self.iteration = Iteration()
+
+    def _let_go(self) -> None:
+        if self._walker is not None:
+            self._walker.end()
+            self._walker = None
 
     def _bypassed(self, function: Any) -> None:
         self.fall_back(Mismatch("CX0109", f"{function} does not pass through torch functions"))
@@ -212,7 +206,7 @@ class PythonRunner(TorchFunctionMode):
         """Arrays on memory of the graph have to be as they were, for the graph knows nothing of them."""
         exposed = self.iteration.exposed
         exposed[:] = [e for e in exposed if e.alive]
-        with without_modes():
+        with WithoutModes():
             if any(e.written for e in exposed):
                 raise Mismatch("CX0114", "an array that shares memory with a tensor was written")
 
@@ -316,7 +310,8 @@ class PythonRunner(TorchFunctionMode):
             values = [self._fetched(slot, t) for slot, t in zip(plan.fetches, tensors, strict=True)]
             it.records.append(record)  # not before: if the fetch fails, eager execution runs the call
             args, kwargs = calls.unflatten(key, values, numbers)
-            returned = node.function(*args, **kwargs)
+            with WithoutModes():
+                returned = node.function(*args, **kwargs)
             if node.function in functions.SHARES_MEMORY:
                 record.exposure = expose(returned, values[0])
                 it.exposed.append(record.exposure)
@@ -329,7 +324,7 @@ class PythonRunner(TorchFunctionMode):
         rebound = {output: argument for argument, output in node.rebinds}
         new: list[Any] = []
         for number, output in enumerate(node.outputs):
-            binding = Produced(node.id, number)
+            binding = self.skeleton.outputs[node.id][number]
             if number in rebound:  # only placeholders are
                 symbol = it.symbols[id(tensors[rebound[number]])]
                 symbol.binding, symbol.meta, symbol.history = binding, output.meta, output.history
@@ -353,10 +348,10 @@ class PythonRunner(TorchFunctionMode):
             self.stall_s += time.perf_counter() - began
         symbol = self.iteration.symbols.get(id(tensor))
         if symbol is not None:
-            return dressed(value, symbol.meta, symbol.history)
+            return dressed(value, symbol.meta, symbol.history) if symbol.meta.requires_grad else value
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(value, tensor.requires_grad)
-        return dressed(value, calls.meta_of(tensor), None)
+        return dressed(value, calls.meta_of(tensor), None) if tensor.requires_grad else value
 
     # --- gradients ----------------------------------------------------------------------------------
 

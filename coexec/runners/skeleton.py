@@ -7,33 +7,55 @@ Out: `Skeleton`, immutable, shared by all iterations until the graph changes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from coexec.runners.random_state import generators_of
+from coexec.runners.walker import make_walker
 from coexec.tracegraph.calls import number_class
-from coexec.tracegraph.graph import END, Node, TraceGraph
+from coexec.tracegraph.graph import END, Captured, Node, TraceGraph
+from coexec.tracegraph.interning import Interner, captured_of, interned, outputs_of
 from coexec.tracegraph.numbers import same_number
 from coexec.tracegraph.program import Program
-from coexec.tracegraph.trace import Number
+from coexec.tracegraph.trace import Number, Produced
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A live TraceGraph, its program, the children of each node, and the generators it draws from."""
+    """A live TraceGraph and its program, and what every iteration needs of them.
+
+    Attributes:
+        graph: the TraceGraph, its equal parts interned.
+        program: what the GraphRunner executes.
+        children: the nodes that may follow each node.
+        generators: the random number generators that the program draws from.
+        outputs: the binding of each node's outputs.
+        captured: the binding of each captured tensor.
+        walker: the native hot path, None where there is none.
+    """
 
     graph: TraceGraph
     program: Program
     children: dict[int, tuple[Node, ...]]
     generators: tuple[torch.Generator, ...]
+    outputs: tuple[tuple[Produced, ...], ...]
+    captured: tuple[Captured, ...]
+    walker: Any
 
 
 def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
     """Pairs a graph with its program."""
+    one = Interner()
+    graph = interned(graph, one)
     children = {
         source: tuple(graph.nodes[t] for t in targets if t != END) for source, targets in graph.edges.items()
     }
-    return Skeleton(graph, program, children, generators_of(program))
+    outputs = outputs_of(graph, one)
+    walker = make_walker(graph, program, children, outputs)
+    return Skeleton(
+        graph, program, children, generators_of(program), outputs, captured_of(graph, one), walker
+    )
 
 
 def numbers_fit(node: Node, numbers: list[Number]) -> bool:

@@ -208,6 +208,14 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 _SPECIAL = frozenset({0, 1, -1, 2, -2, 0.5, math.inf, -math.inf})
 
 
+def example_of(number_class: Any) -> float:
+    """A number of a class that `number_class` gave."""
+    if number_class == "nan":
+        return NAN
+    _, value = number_class
+    return (3.0 if value else -3.0) if isinstance(value, bool) else float(value)
+
+
 def number_class(value: Number) -> Hashable:
     """Numbers of one class are treated alike by PyTorch's own code.
 

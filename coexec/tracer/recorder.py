@@ -22,8 +22,8 @@ from coexec._private import (
     ENGINE_CODE,
     MODE_WRAPPER_FILES,
     TORCH_DIRECTORY,
+    WithoutModes,
     is_transformed,
-    without_modes,
 )
 from coexec.location import describe
 from coexec.reasons import Cause, cause
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
         if not self._exposed:
             return
         self._exposed = [e for e in self._exposed if e.alive]
-        with without_modes():
+        with WithoutModes():
             if any(e.written for e in self._exposed):
                 raise Untraceable("CX0114", "an array that shares memory with a tensor was written")
 

@@ -1,0 +1,41 @@
+#include "ambient.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+
+namespace coexec {
+
+namespace {
+
+int64_t autocast_state(c10::DeviceType device) {
+  if (!at::autocast::is_autocast_enabled(device)) return -1;
+  return static_cast<int64_t>(at::autocast::get_autocast_dtype(device));
+}
+
+}  // namespace
+
+bool is_transformed() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+Ambient ambient_fingerprint() {
+  int64_t flags = at::GradMode::is_enabled() | c10::InferenceMode::is_enabled() << 1 |
+                  at::globalContext().deterministicAlgorithms() << 2 |
+                  torch::autograd::AnomalyMode::is_enabled() << 3 |
+                  at::SavedTensorDefaultHooks::is_enabled() << 4;
+  if (at::SavedTensorDefaultHooks::get_hooks(true).has_value()) flags |= 1 << 5;
+  flags |= static_cast<int64_t>(c10::typeMetaToScalarType(c10::get_default_dtype())) << 8;
+  flags |= static_cast<int64_t>(at::get_num_threads()) << 16;
+  flags |= static_cast<int64_t>(c10::impl::TorchDispatchModeTLS::stack_len()) << 32;
+  return {flags, autocast_state(c10::DeviceType::CPU), autocast_state(c10::DeviceType::CUDA)};
+}
+
+}  // namespace coexec

@@ -1,0 +1,110 @@
+"""The native hot path of the PythonRunner, prepared from a skeleton.
+
+In:  a TraceGraph with interned parts, and its program.
+Out: a `Walker` whose `step` answers the simple events; None where the native module was not built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from coexec._native import core
+from coexec.runners.placeholder import Symbol
+from coexec.runners.records import EventRecord
+from coexec.tracegraph import calls
+from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.graph import Fed, Node, NumberSlot, TraceGraph
+from coexec.tracegraph.program import Program
+from coexec.tracegraph.trace import Kind, Produced, TensorMeta
+
+_NAMES = {
+    "NewTensor": calls.NewTensor,
+    "SameTensor": calls.SameTensor,
+    "Container": calls.Container,
+    "Opaque": calls.Opaque,
+    "Tensor": torch.Tensor,
+    "Symbol": Symbol,
+    "EventRecord": EventRecord,
+}
+
+
+def make_walker(
+    graph: TraceGraph,
+    program: Program,
+    children: Mapping[int, tuple[Node, ...]],
+    outputs: tuple[tuple[Produced, ...], ...],
+) -> Any:
+    """A native walker for a graph; `outputs` are the interned bindings of its nodes' outputs."""
+    if core is None:
+        return None
+    into: dict[int, dict[int, list[int]]] = {}
+    for (source, target), messages in program.edges.items():
+        into.setdefault(target, {})[source] = list(messages)
+    nodes = [_node(n, program, into.get(n.id, {}), outputs[n.id]) for n in graph.nodes]
+    return core.Walker(nodes, {s: [n.id for n in t] for s, t in children.items()}, _NAMES, ambient)
+
+
+def _node(
+    node: Node, program: Program, edges: dict[int, list[int]], outputs: tuple[Produced, ...]
+) -> dict[str, Any]:
+    key: Any = node.key
+    plan = program.plans[node.id]
+    return {
+        "id": node.id,
+        "location": node.location,
+        "node": node,
+        "function": node.function,
+        "key": key[0],
+        "ambient": key[1],
+        "metas": [_meta(m) for m in key[2]],
+        "numbers": [_slot(s) for s in node.numbers],
+        "number_plans": list(plan.numbers),
+        "alternatives": [
+            {
+                "bindings": a.bindings,
+                "feeds": [
+                    (i, i in plan.late, Fed(node.id, i) in program.written)
+                    for i in (plan.feeds[index] if plan.feeds else ())
+                ],
+                "select": -1 if plan.select is None else plan.select[index],
+            }
+            for index, a in enumerate(node.alternatives)
+        ],
+        "edges": edges,
+        "output_metas": [_meta(o.meta) for o in node.outputs],
+        "output_bindings": list(outputs),
+        "output_histories": [o.history for o in node.outputs],
+        "result": node.result,
+        "simple": _is_simple(node),
+    }
+
+
+def _is_simple(node: Node) -> bool:
+    """Whether an event needs nothing but comparing its arguments."""
+    special = node.backward or node.implicit_metas or node.rebinds or node.grads
+    return node.kind is Kind.COMPUTE and not special and bool(node.alternatives)
+
+
+def _meta(meta: TensorMeta) -> dict[str, Any]:
+    return {
+        "shape": list(meta.shape),
+        "stride": list(meta.stride),
+        "offset": meta.offset,
+        "dtype": meta.dtype,
+        "device": meta.device,
+        "requires_grad": meta.requires_grad,
+        "is_leaf": meta.is_leaf,
+        "meta": meta,
+    }
+
+
+def _slot(slot: NumberSlot) -> dict[str, Any]:
+    classes = slot.classes or ()
+    return {
+        "value": slot.value,
+        "varies": slot.classes is not None,
+        "examples": [calls.example_of(c) for c in classes],
+    }
