@@ -1,9 +1,11 @@
 #include "runner.h"
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
@@ -45,6 +47,27 @@ void append_tensors(const c10::IValue& value, std::vector<c10::IValue>& out) {
 
 }  // namespace
 
+ThreadState ThreadState::capture() {
+  ThreadState state;
+  state.num_threads = at::get_num_threads();
+  state.float_control = COEXEC_GET_FLOAT_CONTROL() & kFloatModes;
+  if (at::hasCUDA()) {
+    c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    state.stream = guard.getStream(guard.getDevice());
+  }
+  return state;
+}
+
+void ThreadState::apply() const {
+  at::set_num_threads(num_threads);
+  COEXEC_SET_FLOAT_CONTROL((COEXEC_GET_FLOAT_CONTROL() & ~kFloatModes) | float_control);
+  if (stream) {
+    c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    guard.setDevice(stream->device());
+    guard.exchangeStream(*stream);
+  }
+}
+
 Runner*& Runner::current() {
   static thread_local Runner* runner = nullptr;
   return runner;
@@ -77,7 +100,7 @@ void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> cap
   deferred_.clear();
   available_ = 0;
   taken_ = 0;
-  thread_state_ = {at::get_num_threads(), COEXEC_GET_FLOAT_CONTROL() & kFloatModes};
+  thread_state_ = ThreadState::capture();
   state_ = State::Ready;
   if (start) {
     state_ = State::Running;
@@ -215,8 +238,7 @@ void Runner::loop() {
       to_graph_.wait(lock, [this] { return stop_ || state_ == State::Running; });
       if (stop_) return;
     }
-    at::set_num_threads(thread_state_.num_threads);
-    COEXEC_SET_FLOAT_CONTROL((COEXEC_GET_FLOAT_CONTROL() & ~kFloatModes) | thread_state_.float_control);
+    thread_state_.apply();
     auto t = Clock::now();
     double stalled = stall_s_;
     std::exception_ptr error;

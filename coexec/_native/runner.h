@@ -7,6 +7,8 @@
 
 #include "program.h"
 
+#include <c10/core/Stream.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -18,7 +20,11 @@ namespace coexec {
 // Values that the thread needs to compute as the thread that began the iteration would.
 struct ThreadState {
   int num_threads = 1;
-  unsigned int float_control = 0;  // the rounding and denormal bits of the SSE control register
+  unsigned int float_control = 0;   // the rounding and denormal bits of the SSE control register
+  std::optional<c10::Stream> stream;  // of the accelerator, where there is one
+
+  static ThreadState capture();
+  void apply() const;
 };
 
 struct Cancelled {};

@@ -31,6 +31,7 @@ def cached(description: str, compile_to: Callable[[str], None]) -> str:
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
         platform.machine(),
+        torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
     )
     name = hashlib.sha256(repr((environment, description)).encode()).hexdigest()[:32]
     path = directory() / f"{name}.pt2"

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -448,17 +449,27 @@ class Recorder(TorchDispatchMode):
 
     def _check_frames(self, event: _OpenEvent) -> None:
         """Python code that runs between an event's call and its operations is not ours to skip."""
-        frame = sys._getframe(3)
-        while frame.f_code.co_filename.startswith(MODE_WRAPPER_FILES):
-            frame = frame.f_back  # type: ignore[assignment]  # the event's own frame is below
-        if event.backward:
-            if frame.f_code is not ENGINE_CODE and _below_engine(frame):
-                raise Untraceable("CX0102", f"Python code of {frame.f_code.co_name} in the backward pass")
-            return
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and (
+            frame.f_code is Recorder.__torch_dispatch__.__code__
+            or frame.f_code.co_filename.startswith(MODE_WRAPPER_FILES)
+        ):
+            frame = frame.f_back
+        if frame is None:
+            return  # a thread of autograd's engine, straight from C++
+        between: list[CodeType] = []
+        innermost = frame.f_code.co_name
         while frame is not None and frame.f_code is not Recorder.event.__code__:
-            if not frame.f_code.co_filename.startswith(TORCH_DIRECTORY):
-                raise Untraceable("CX0102", f"{frame.f_code.co_name} inside of {self._name()}")
-            frame = frame.f_back  # type: ignore[assignment]
+            between.append(frame.f_code)
+            frame = frame.f_back
+        if event.backward:
+            own_thread = frame is not None
+            if not own_thread or (ENGINE_CODE in between and between[0] is not ENGINE_CODE):
+                raise Untraceable("CX0102", f"Python code of {innermost} in the backward pass")
+            return
+        for code in between:
+            if not code.co_filename.startswith(TORCH_DIRECTORY):
+                raise Untraceable("CX0102", f"{code.co_name} inside of {self._name()}")
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -575,14 +586,6 @@ def _depends_on_data(function: Any, args: tuple[Any, ...]) -> bool:
     if function is torch.ops.aten.index.Tensor:  # only masks select a number of elements that is unknown
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return torch.Tag.dynamic_output_shape in function.tags
-
-
-def _below_engine(frame: Any) -> bool:
-    while frame is not None and frame.f_code is not Recorder.event.__code__:
-        if frame.f_code is ENGINE_CODE:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _flat(value: Any) -> Iterator[Any]:
