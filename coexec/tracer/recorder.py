@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -449,11 +449,8 @@ class Recorder(TorchDispatchMode):
 
     def _check_frames(self, event: _OpenEvent) -> None:
         """Python code that runs between an event's call and its operations is not ours to skip."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and (
-            frame.f_code is Recorder.__torch_dispatch__.__code__
-            or frame.f_code.co_filename.startswith(MODE_WRAPPER_FILES)
-        ):
+        frame = sys._getframe(2).f_back  # who called __torch_dispatch__
+        while frame is not None and frame.f_code.co_filename.startswith(MODE_WRAPPER_FILES):
             frame = frame.f_back
         if frame is None:
             return  # a thread of autograd's engine, straight from C++
