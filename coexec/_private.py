@@ -81,6 +81,23 @@ def leave(mode: Any) -> None:
 WithoutModes: Any = torch._C._DisableTorchDispatch
 
 
+def is_exclusive(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor, and no array, shares the tensor's memory."""
+    storage = tensor.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return storage.resizable() and uses <= _USES_OF_ONE
+
+
+def _uses_of_one() -> int:
+    alone = torch.empty(1)
+    uses: int = torch._C._storage_Use_Count(alone.untyped_storage()._cdata)
+    return uses
+
+
+#: The references to the memory of a tensor that nothing else shares.
+_USES_OF_ONE = _uses_of_one()
+
+
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to the tensor's memory; its `cdata` names the memory while it is held."""
     return StorageWeakRef(tensor.untyped_storage())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from coexec.location import describe, sites
 from coexec.program_state import Phase, ProgramState
 from coexec.programs import all_states
+from coexec.runners.pending import settle_all
 from coexec.tracegraph.cases import SwitchCase, assign_cases
 from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.loops import Loop, loops_around
@@ -142,6 +143,7 @@ def explain() -> Explanation:
     Returns:
         An object that prints as text; its fields hold the same.
     """
+    settle_all()
     return Explanation(tuple(report(state) for state in all_states()))
 
 

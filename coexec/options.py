@@ -26,7 +26,8 @@ class Options:
             equal within floating-point reassociation.
         mode: `coexec` runs both runners at once; `lazy` starts the GraphRunner only when Python
             looks at a value or the block ends; `eager` leaves the program alone.
-        synchronous: whether leaving the block waits until the GraphRunner is done.
+        synchronous: whether leaving the block waits until the GraphRunner is done. If not, the next
+            use of a tensor that the iteration reads or writes waits, and so does the next tape.
         check: whether the verifiers run after every step that makes a structure.
         max_traces: traces of one program after which it runs eagerly (at least 2).
     """

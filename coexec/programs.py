@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from coexec._private import default_device
 from coexec.options import Options
 from coexec.program_state import ProgramState
+from coexec.runners.pending import settle_all
 
 _states: dict[tuple[object, ...], ProgramState] = {}
 _lock = threading.Lock()
@@ -36,6 +37,7 @@ def all_states() -> list[ProgramState]:
 
 def reset() -> None:
     """Forgets all programs; the next iteration of each starts in the tracing phase."""
+    settle_all()
     with _lock:
         _states.clear()
 

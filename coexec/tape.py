@@ -24,6 +24,7 @@ from coexec.programs import state_of
 from coexec.random_watch import RandomWatch
 from coexec.reasons import Cause, cause
 from coexec.runners.fallback import replay
+from coexec.runners.pending import Pending, guardable, settle_all
 from coexec.runners.python_runner import Mismatch, PythonRunner
 from coexec.tracer.mode import TracingMode
 from coexec.tracer.recorder import Recorder
@@ -71,6 +72,7 @@ class GradientTape:
         if self._entered:
             raise TapeError("this tape is in use; make a new GradientTape for each iteration")
         self._entered = True
+        settle_all()
         if getattr(_active, "depth", 0) == 0 and self._options.mode != "eager":
             frame = sys._getframe(1)
             self._session = _begin(state_of(frame, self._key, self._options), frame, self._options)
@@ -130,7 +132,7 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
     if state.phase is Phase.COEXECUTION:
         captured = state.captured_tensors()
         if captured is not None:
-            return _CoexecutionSession(state, frame, captured, options.mode == "lazy")
+            return _CoexecutionSession(state, frame, captured, options)
         state.lost_capture()
     return _TracingSession(state, frame)
 
@@ -176,17 +178,24 @@ class _CoexecutionSession(_Session):
     """An iteration of the co-execution phase."""
 
     def __init__(
-        self, state: ProgramState, frame: FrameType, captured: list[torch.Tensor | None], lazy: bool
+        self, state: ProgramState, frame: FrameType, captured: list[torch.Tensor | None], options: Options
     ) -> None:
         super().__init__(state)
         assert state.skeleton is not None
         self._frame = frame
         self._recorder: Recorder | None = None
         self._cause: Cause | None = None
+        self._asynchronous = not options.synchronous and options.mode == "coexec"
         self._began = time.perf_counter()
         self._graph_times = tuple(state.graph_runner.times())
         self.runner = PythonRunner(
-            state.skeleton, state.graph_runner, captured, frame, self._on_mismatch, lazy
+            state.skeleton,
+            state.graph_runner,
+            captured,
+            frame,
+            self._on_mismatch,
+            lazy=options.mode == "lazy",
+            exclusive=self._asynchronous,
         )
         self._watch = RandomWatch(self._random_state_touched)
         enter(self._watch)
@@ -217,34 +226,59 @@ class _CoexecutionSession(_Session):
         return mode.run
 
     def end(self, error: BaseException | None) -> None:
-        state = self.state
         if self._recorder is not None:
             leave(self._recorder)
         self.runner.leave()
         leave(self._watch)
         try:
-            if not self.runner.fell_back and error is None:
-                try:
-                    self.runner.complete()
-                except Mismatch as mismatch:
-                    self.runner.fall_back(mismatch)
-                except RuntimeError as e:
-                    raise CommitError(f"{e}; parameters may be half updated") from e
-            elif not self.runner.fell_back:
-                self.runner.fall_back(Mismatch("CX0002", type(error).__name__))
+            if not self.runner.fell_back:
+                if error is not None:
+                    raise Mismatch("CX0002", type(error).__name__)
+                self.runner.validate()
+        except Mismatch as mismatch:
+            self.runner.fall_back(mismatch)
+        if self._recorder is not None:
+            if error is not None:
+                self._recorder.fail("CX0002", type(error).__name__)
+            self._fell_back()
+        elif self._may_go_on():
+            pending = Pending(self.state.graph_runner.join, self._finish)
+            pending.guard([*self.runner.bound(), *self.runner.held()])
+        else:
+            self._finish()
+
+    def _may_go_on(self) -> bool:
+        """Whether Python can leave the block before the GraphRunner is done."""
+        bound = self.runner.bound()
+        return self._asynchronous and self.runner.exclusive and all(guardable(t) for t in bound)
+
+    def _finish(self) -> None:
+        """Waits for the GraphRunner, and gives Python the results."""
+        state = self.state
+        try:
+            self.runner.complete()
+        except Mismatch as mismatch:
+            self.runner.fall_back(mismatch)
+        except RuntimeError as e:
+            raise CommitError(f"{e}; parameters may be half updated") from e
         finally:
-            state.running = False
-        if self._recorder is None:
-            state.steps["co-execution"] += 1
-            state.graph_runner.finish()
-            self.runner.forget()
-            self._record_times()
-            state.coexecuted()
+            if self._recorder is None:
+                state.graph_runner.finish()
+                self.runner.forget()
+                state.running = False
+        if self._recorder is not None:
+            self._fell_back()
             return
+        state.steps["co-execution"] += 1
+        self._record_times()
+        state.coexecuted()
+
+    def _fell_back(self) -> None:
+        state = self.state
+        state.running = False
         state.steps["fallback"] += 1
         assert self._cause is not None
-        if error is not None:
-            self._recorder.fail("CX0002", type(error).__name__)
+        assert self._recorder is not None
         trace = self._recorder.finish()
         state.fell_back(self._cause, trace, self._recorder.cause)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pipeline.actions import Kind
 from pipeline.errors import PlanError
 from pipeline.passes import add_communication, bpipe, recompute
 from pipeline.plans import Plan, StageCost
@@ -25,6 +26,7 @@ from pipeline.schedules import (
     zb_h1,
     zbv,
 )
+from pipeline.timeline import Durations
 
 BATCHES = 4
 """Batches that a 2BW program runs before it drains: enough to see both versions of the weights in turn."""
@@ -49,6 +51,16 @@ def compile_plan(plan: Plan, *, batches: int = BATCHES) -> Program:
 def stage_costs(plan: Plan) -> tuple[StageCost, ...]:
     """The cost of each stage of a plan."""
     return tuple(stage.cost for stage in plan.stages)
+
+
+def durations(plan: Plan) -> Durations | None:
+    """How long the passes of each stage take; None where the plan doesn't say for all of them."""
+    costs = stage_costs(plan)
+    if not all(cost.forward_s and cost.backward_s for cost in costs):
+        return None
+    return lambda action: (
+        costs[action.stage].forward_s if action.kind is Kind.FORWARD else costs[action.stage].backward_s
+    )
 
 
 def rank_devices(plan: Plan, layout: Layout) -> tuple[tuple[int, ...], ...]:
@@ -78,7 +90,7 @@ def _schedule(plan: Plan, batches: int) -> Program:
     if plan.schedule in ("interleaved", "bpipe-interleaved"):
         _dealt_out(plan)
         program = interleaved(p, plan.micro_batches // replicas, v, replicas=replicas)
-        return bpipe(program) if plan.schedule == "bpipe-interleaved" else program
+        return bpipe(program, durations=durations(plan)) if plan.schedule == "bpipe-interleaved" else program
     if plan.schedule == "zbv":
         _single(plan)
         return zbv(len(plan.stages) // 2, plan.micro_batches)
@@ -91,7 +103,7 @@ def _schedule(plan: Plan, batches: int) -> Program:
     if plan.schedule == "2bw":
         return two_bw(layout, plan.micro_batches // replicas)
     if plan.schedule == "bpipe":
-        return bpipe(one_f_one_b(layout))
+        return bpipe(one_f_one_b(layout), durations=durations(plan))
     return {"sequential": sequential, "gpipe": gpipe, "1f1b": one_f_one_b}[plan.schedule](layout)
 
 

@@ -82,8 +82,8 @@ def states(graph: ProfiledGraph) -> tuple[State, ...]:
             if larger not in found:
                 if len(found) == MOST:
                     raise GraphError(
-                        f"{graph.model.name}: there are more than {MOST} ways to cut the graph. Merge nodes of"
-                        " parallel branches."
+                        f"{graph.model.name}: there are more than {MOST} ways to cut the graph. Merge nodes"
+                        " of parallel branches."
                     )
                 found.add(larger)
                 queue.append(larger)

@@ -5,9 +5,10 @@ Out: for each rank, the bytes held while each action runs; their maximum is the 
 
 A rank's bytes depend on its own order alone, whatever the others do: something that is started counts from
 its start, something that is given away counts until the wait for it. Counted are weights (one current version
-of each stage, stashed ones until their last use), what is saved between forward and backward (only the input,
-until `RC`, when the micro-batch is recomputed), what is held for others, and received messages not yet used.
-What a rank has sent is not counted: when it is let go depends on the other side.
+of each stage, stashed ones until their last use) and the state beside them, what is saved between forward and
+backward (only the input, until `RC`, when the micro-batch is recomputed), what is held for others, and
+received messages not yet used. What a rank has sent is not counted: when it is let go depends on the other
+side.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def memory_traces(program: Program, costs: Sequence[StageCost]) -> tuple[tuple[f
 
 
 def initial_bytes(layout: Layout, costs: Sequence[StageCost], rank: int) -> float:
-    """Bytes that a rank holds before its first action: its weights."""
-    return sum(costs[s].parameter_bytes for s in layout.hosted(rank))
+    """Bytes that a rank holds before its first action: weights, gradients and optimizer state."""
+    return sum(costs[s].parameter_bytes + costs[s].state_bytes for s in layout.hosted(rank))
 
 
 def changes(program: Program, costs: Sequence[StageCost]) -> list[list[Change]]:

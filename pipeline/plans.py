@@ -46,6 +46,7 @@ class StageCost:
         parameter_bytes: One version of its weights.
         saved_bytes: What it keeps between forward and backward.
         input_bytes: What remains of that when it recomputes: its input.
+        state_bytes: What it holds all the time beside its weights: gradients and optimizer state.
         input_fraction: Share of `backward_s` that the gradient of the input takes, when backward is split.
     """
 
@@ -55,6 +56,7 @@ class StageCost:
     parameter_bytes: float = 0.0
     saved_bytes: float = 0.0
     input_bytes: float = 0.0
+    state_bytes: float = 0.0
     input_fraction: float = 0.5
 
 

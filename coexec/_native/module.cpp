@@ -64,6 +64,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("fetch", [](Runner& r, int64_t slot) { return torch::jit::toPyObject(r.fetch(slot)); })
       .def("commit", &Runner::commit)
       .def("wait", &Runner::wait)
+      .def("join", &Runner::join)
       .def("cancel", &Runner::cancel)
       .def("committing", &Runner::committing)
       .def("finish", &Runner::finish)

@@ -167,6 +167,12 @@ void Runner::wait() {
   if (error_) std::rethrow_exception(error_);
 }
 
+void Runner::join() {
+  py::gil_scoped_release release;
+  std::unique_lock<std::mutex> lock(mutex_);
+  to_python_.wait(lock, [this] { return state_ != State::Running; });
+}
+
 void Runner::cancel() {
   std::unique_lock<std::mutex> lock(mutex_);
   cancelled_ = true;

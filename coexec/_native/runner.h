@@ -40,6 +40,7 @@ class Runner {
   c10::IValue fetch(int64_t slot);  // a published value; GIL released while it waits
   void commit();           // the iteration is valid: let deferred instructions run
   void wait();             // until the program has ended; rethrows what failed in it
+  void join();             // until the program has ended, whatever happened in it
   void cancel();           // stops the program and waits until the thread is idle
   void finish();           // drops all values of the iteration (call with the GIL held)
   c10::IValue value(int64_t reg) const { return registers_.at(reg); }

@@ -271,7 +271,9 @@ class Walker {
   }
 
   // Binds the walker to an iteration: Python's dictionaries and lists, and the GraphRunner.
-  void begin(py::object iteration, Runner* runner, py::object outermost) {
+  // With `exclusive`, what is fed is copied unless nobody else can reach its memory.
+  void begin(py::object iteration, Runner* runner, py::object outermost, bool exclusive) {
+    exclusive_ = exclusive;
     iteration_ = std::move(iteration);
     symbols_ = iteration_.attr("symbols");
     placeholders_ = iteration_.attr("placeholders");
@@ -307,7 +309,9 @@ class Walker {
       if (!match_call(args.ptr(), kwargs.ptr(), node.key.ptr(), names_, arguments_)) continue;
       if (!fits(node)) continue;
       for (const Alternative& alternative : node.alternatives) {
-        if (binds(alternative, node)) return take(node, alternative, at);
+        if (!binds(alternative, node)) continue;
+        if (exclusive_ && feeds_what_it_writes(alternative)) return not_implemented;
+        return take(node, alternative, at);
       }
     }
     return not_implemented;
@@ -335,6 +339,13 @@ class Walker {
       }
     }
     return true;
+  }
+
+  static bool feeds_what_it_writes(const Alternative& alternative) {
+    for (const FeedPlan& feed : alternative.feeds) {
+      if (feed.written) return true;
+    }
+    return false;
   }
 
   bool same_ambient(const Node& node) {
@@ -394,8 +405,9 @@ class Walker {
     }
     for (const FeedPlan& feed : alternative.feeds) {
       at::Tensor tensor = THPVariable_Unpack(arguments_.tensors[feed.argument]);
-      if (!feed.written && tensor.device().is_cpu() && !tensor.storage().resizable()) {
-        tensor = tensor.detach().clone();  // NumPy may share the memory
+      bool shared = !tensor.storage().resizable() && tensor.device().is_cpu();  // NumPy may see it
+      if (!feed.written && (shared || (exclusive_ && tensor.storage().use_count() > 1))) {
+        tensor = tensor.detach().clone();
       }
       if (feed.late) {
         late_.attr("append")(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
@@ -454,6 +466,7 @@ class Walker {
   std::unordered_map<PyObject*, bool> ambient_matches_;
   py::object iteration_, symbols_, placeholders_, externals_, fed_, path_, records_, late_, outermost_;
   Runner* runner_ = nullptr;
+  bool exclusive_ = false;
   Arguments arguments_;
   std::vector<py::object> found_;  // the binding of each tensor argument; None for one that is new
 };

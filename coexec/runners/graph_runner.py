@@ -34,6 +34,9 @@ class GraphRunner(Protocol):
     def wait(self) -> None:
         """Waits for the end and raises what failed."""
 
+    def join(self) -> None:
+        """Waits for the end, whatever it is, and cannot be interrupted."""
+
     def cancel(self) -> None:
         """Gives the iteration up; returns when nothing of it runs any more."""
 

@@ -91,6 +91,10 @@ class InterpretedRunner:
         if self._error is not None:
             raise self._error
 
+    def join(self) -> None:
+        """Waits for the end, whatever it is."""
+        self._done.wait()
+
     def cancel(self) -> None:
         """Gives the iteration up and waits until nothing of it runs any more."""
         with self._condition:

@@ -37,6 +37,7 @@ class NativeRunner:
         self.fetch = self.core.fetch
         self.commit = self.core.commit
         self.wait = self.core.wait
+        self.join = self.core.join
         self.cancel = self.core.cancel
         self.committing = self.core.committing
         self.finish = self.core.finish

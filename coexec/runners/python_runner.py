@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from coexec._private import WithoutModes, enter, leave
+from coexec._private import WithoutModes, enter, is_exclusive, leave
 from coexec.location import locate
 from coexec.runners import random_state
 from coexec.runners.graph_runner import GraphRunner
@@ -61,6 +61,7 @@ class Iteration:
     late: list[torch.Tensor | Number] = field(default_factory=list)  # messages for the commit
     grads: dict[int, tuple[Token, Token]] = field(default_factory=dict)  # by id of the leaf
     exposed: list[Exposure] = field(default_factory=list)
+    alive: list[Produced] = field(default_factory=list)  # held by the program at the end
     location: int = -1
 
 
@@ -69,7 +70,7 @@ class PythonRunner(TorchFunctionMode):
 
     `on_mismatch` is called with a `Mismatch` when the iteration leaves the graph. It has to make the
     iteration what eager execution would have made it, and returns how torch calls are answered from
-    then on.
+    then on. With `exclusive`, what is fed is copied unless nobody else can reach its memory.
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class PythonRunner(TorchFunctionMode):
         outermost: FrameType,
         on_mismatch: Callable[[PythonRunner, Mismatch], Callable[..., Any]],
         lazy: bool,
+        exclusive: bool,
     ) -> None:
         super().__init__()
         self.skeleton = skeleton
         self.graph_runner = graph_runner
         self.iteration = Iteration(captured=captured)
+        self.exclusive = exclusive
         self.stall_s = 0.0
         self._outermost = outermost
         self._on_mismatch = on_mismatch
@@ -94,12 +97,13 @@ class PythonRunner(TorchFunctionMode):
             if tensor is not None:
                 self.iteration.externals[id(tensor)] = skeleton.captured[index]
         self.restore_random_state = random_state.save(skeleton.generators)
-        bound = [captured[i] for i in skeleton.program.captured]
-        self.graph_runner.begin(skeleton.program, bound, not lazy)  # type: ignore[arg-type]  # checked before
+        bound = [t for i in skeleton.program.captured if (t := captured[i]) is not None]
+        self.exclusive = exclusive and all(is_exclusive(t) for t in bound)
+        self.graph_runner.begin(skeleton.program, bound, not lazy)
         self._walker: Any = None
         if isinstance(graph_runner, NativeRunner):
             self._walker = skeleton.walker
-            self._walker.begin(self.iteration, graph_runner.core, outermost)
+            self._walker.begin(self.iteration, graph_runner.core, outermost, exclusive)
 
     # --- torch calls ------------------------------------------------------------------------------
 
@@ -298,7 +302,7 @@ class PythonRunner(TorchFunctionMode):
                 it.fed[binding] = token
         for argument in plan.feeds[index] if plan.feeds else ():
             put = it.late.append if argument in plan.late else send
-            put(_unshared(tokens[argument], Fed(node.id, argument) in program.written))
+            put(self._unshared(tokens[argument], Fed(node.id, argument) in program.written))
         for slot, transform, late in plan.numbers:
             (it.late.append if late else send)(TRANSFORMS[transform](numbers[slot]))
         it.at = node.id
@@ -318,6 +322,15 @@ class PythonRunner(TorchFunctionMode):
             return returned
         it.records.append(record)
         return self._results(node, tensors, tokens)
+
+    def _unshared(self, token: Token, written: bool) -> torch.Tensor:
+        """The tensor to feed: a copy where somebody could write to its memory before it is read."""
+        assert isinstance(token, torch.Tensor)
+        if written:
+            self.exclusive = self.exclusive and is_exclusive(token)
+            return token
+        shared = token.device.type == "cpu" and not token.untyped_storage().resizable()  # NumPy may see it
+        return token.detach().clone() if shared or (self.exclusive and not is_exclusive(token)) else token
 
     def _results(self, node: Node, tensors: list[torch.Tensor], tokens: list[Token]) -> Any:
         it = self.iteration
@@ -384,11 +397,11 @@ class PythonRunner(TorchFunctionMode):
 
     # --- the end --------------------------------------------------------------------------------------
 
-    def complete(self) -> None:
-        """Validates the end of the iteration and commits it.
+    def validate(self) -> None:
+        """Checks the end of the iteration; the GraphRunner then has all that it needs to commit.
 
         Raises:
-            Mismatch: if the iteration is not one of the graph's, or the GraphRunner failed.
+            Mismatch: if the iteration is not one of the graph's.
         """
         it, graph = self.iteration, self.skeleton.graph
         if END not in graph.edges.get(it.at, ()):
@@ -397,23 +410,48 @@ class PythonRunner(TorchFunctionMode):
             self.graph_runner.send(message)
         self._check_exposed()
         self._check_memory()
-        alive = self._alive()
-        for binding in alive:
+        it.alive = self._alive()
+        for binding in it.alive:
             if not graph.nodes[binding.event].outputs[binding.output].kept:
                 raise Mismatch("CX0003", f"a result of {graph.nodes[binding.event].name} is still referenced")
         for late in it.late:
             self.graph_runner.send(late)
-        began = time.perf_counter()
         self.graph_runner.commit()
-        try:
-            self.graph_runner.wait()
-        except RuntimeError as e:
-            if self.graph_runner.committing():
-                raise
-            raise Mismatch("CX0005", str(e)) from e
-        finally:
-            self.stall_s += time.perf_counter() - began
-        self._publish(alive)
+
+    def complete(self) -> None:
+        """Waits for the GraphRunner and gives Python the results.
+
+        Raises:
+            Mismatch: if the GraphRunner failed before it wrote anything.
+        """
+        began = time.perf_counter()
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self.graph_runner.wait()
+                break
+            except KeyboardInterrupt as e:
+                interrupt = e  # the commit may have begun: it is finished first
+            except RuntimeError as e:
+                if self.graph_runner.committing():
+                    raise
+                raise Mismatch("CX0005", str(e)) from e
+            finally:
+                self.stall_s += time.perf_counter() - began
+                began = time.perf_counter()
+        self._publish(self.iteration.alive)
+        if interrupt is not None:
+            raise interrupt
+
+    def bound(self) -> list[torch.Tensor]:
+        """The external tensors that the iteration reads or writes."""
+        it = self.iteration
+        captured = [it.captured[i] for i in self.skeleton.program.captured]
+        return [t for t in (*captured, *it.fed.values()) if t is not None]
+
+    def held(self) -> list[torch.Tensor]:
+        """The placeholders that somebody besides the iteration refers to."""
+        return [self.iteration.placeholders[b].tensor for b in self.iteration.alive]
 
     def _check_memory(self) -> None:
         """External tensors share memory only as traces have shown, where the program writes to it."""
@@ -487,11 +525,3 @@ def _references(symbol: Symbol) -> int:
 _NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_of(torch.empty(0)), None))
 
 _IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getset descriptor
-
-
-def _unshared(token: Token, written: bool) -> torch.Tensor:
-    """The tensor to feed: a copy where NumPy may share the memory, and could write to it meanwhile."""
-    assert isinstance(token, torch.Tensor)
-    if not written and token.device.type == "cpu" and not token.untyped_storage().resizable():
-        return token.detach().clone()
-    return token

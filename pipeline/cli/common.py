@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline.compile import compile_plan, stage_costs
+from pipeline.compile import stage_costs
 from pipeline.errors import PipelineError, TopologyError
 from pipeline.plans import Plan, StageCost, plan_from_json, read_plan
 from pipeline.program import Program, parse_program
@@ -68,6 +68,8 @@ def topology_of(args: argparse.Namespace) -> Topology | None:
             )
         return read_topology(args.topology)
     if args.machines is None and args.bandwidth is None:
+        if args.latency or args.memory:
+            raise TopologyError("--latency and --memory need machines: give --machines and --bandwidth too.")
         return None
     if args.machines is None or args.bandwidth is None or len(args.machines) != len(args.bandwidth):
         raise TopologyError("--machines and --bandwidth go together, with as many numbers: one a level.")
@@ -93,32 +95,38 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_input(args: argparse.Namespace) -> tuple[Plan | None, Program, tuple[StageCost, ...]]:
-    """The plan, if it is one, its program, and the costs of its stages.
+def read_input(args: argparse.Namespace) -> Plan | Program:
+    """The plan or the program that a command works on.
 
     Raises:
-        PipelineError: The file can't be read, or plan and program don't go together.
+        PipelineError: The file can't be read.
     """
     try:
         text = Path(args.input).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PipelineError(f"cannot read {args.input}: {error}.") from error
-    if text.lstrip().startswith("{"):
-        try:
-            plan = plan_from_json(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise PipelineError(f"{args.input} is not JSON: {error}.") from error
-        say(f"compiling {len(plan.stages)} stages, {plan.micro_batches} micro-batches")
-        return plan, compile_plan(plan, batches=args.batches), stage_costs(plan)
-    program = parse_program(text)
+    if not text.lstrip().startswith("{"):
+        return parse_program(text)
+    try:
+        return plan_from_json(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise PipelineError(f"{args.input} is not JSON: {error}.") from error
+
+
+def costs_of(args: argparse.Namespace, program: Program) -> tuple[StageCost, ...]:
+    """The costs of a program's stages: those of `--plan`, or units.
+
+    Raises:
+        PipelineError: Plan and program don't go together.
+    """
     if args.plan is None:
-        return None, program, (UNIT,) * len(program.layout.stages)
+        return (UNIT,) * len(program.layout.stages)
     costs = stage_costs(read_plan(args.plan))
     if len(costs) != len(program.layout.stages):
         raise PipelineError(
             f"{args.plan} has {len(costs)} stages and {args.input} has {len(program.layout.stages)}."
         )
-    return None, program, costs
+    return costs
 
 
 def write_json(content: Any, path: str | None) -> None:

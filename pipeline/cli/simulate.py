@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.cli.common import (
     add_input_arguments,
     add_topology_arguments,
+    costs_of,
     read_input,
     say,
     topology_of,
@@ -20,6 +21,7 @@ from pipeline.cli.common import (
 )
 from pipeline.errors import PipelineError, TopologyError
 from pipeline.plans import Plan
+from pipeline.program import Program
 from pipeline.simulator import Result, draw, simulate, simulate_plan, write_trace
 from pipeline.topology import Topology
 from pipeline.validator import check
@@ -41,28 +43,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate, and write the result."""
     topology = topology_of(args)
-    plan, program, costs = read_input(args)
-    problems = check(program)
-    if problems:
-        raise PipelineError("the program is not valid:\n" + "\n".join(map(str, problems)))
-    say(f"simulating {sum(map(len, program.ranks))} actions")
-    if plan is not None:
-        _check_devices(plan, topology)
-        result = simulate_plan(
-            plan, topology, collapse=not args.all_replicas, rendezvous=not args.eager, batches=args.batches
-        )
-    else:
-        if topology is not None and topology.devices < len(program.ranks):
-            raise TopologyError(
-                f"{len(program.ranks)} ranks need as many devices; there are {topology.devices}."
-            )
-        result = simulate(program, costs, topology, rendezvous=not args.eager)
+    given = read_input(args)
+    result = _plan(args, given, topology) if isinstance(given, Plan) else _program(args, given, topology)
     if args.trace is not None:
         write_trace(result, args.trace)
     if args.picture is not None:
         draw(result, args.picture)
-    write_json(report(result), args.out)
+    content = report(result)
+    if topology is not None and topology.memory_bytes is not None:
+        content["fits_into_memory"] = max(result.peak_bytes) <= topology.memory_bytes
+    write_json(content, args.out)
     return 0
+
+
+def _plan(args: argparse.Namespace, plan: Plan, topology: Topology | None) -> Result:
+    used = [d for stage in plan.stages for group in stage.devices for d in group]
+    if topology is not None and max(used, default=0) >= topology.devices:
+        raise TopologyError(f"the plan uses device {max(used)}; there are {topology.devices}.")
+    say(f"simulating {len(plan.stages)} stages, {plan.micro_batches} micro-batches")
+    return simulate_plan(
+        plan, topology, collapse=not args.all_replicas, rendezvous=not args.eager, batches=args.batches
+    )
+
+
+def _program(args: argparse.Namespace, program: Program, topology: Topology | None) -> Result:
+    if topology is not None and topology.devices < len(program.ranks):
+        raise TopologyError(f"{len(program.ranks)} ranks need as many devices; there are {topology.devices}.")
+    problems = check(program)
+    if problems:
+        raise PipelineError("the program is not valid:\n" + "\n".join(map(str, problems)))
+    say(f"simulating {sum(map(len, program.ranks))} actions")
+    return simulate(program, costs_of(args, program), topology, rendezvous=not args.eager)
 
 
 def report(result: Result) -> dict[str, Any]:
@@ -80,12 +91,3 @@ def report(result: Result) -> dict[str, Any]:
         "peak_bytes": list(result.peak_bytes),
         "critical_path_s": path,
     }
-
-
-def _check_devices(plan: Plan, topology: Topology | None) -> None:
-    if topology is None:
-        return
-    used = [d for stage in plan.stages for group in stage.devices for d in group]
-    needed = 1 + max(used, default=-1)
-    if needed > topology.devices:
-        raise TopologyError(f"the plan uses device {needed - 1}; there are {topology.devices}.")

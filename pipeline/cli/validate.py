@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.cli.common import add_input_arguments, read_input, say
+from pipeline.cli.common import add_input_arguments, costs_of, read_input, say
+from pipeline.compile import compile_plan, stage_costs
 from pipeline.memory import peaks
+from pipeline.plans import Plan
 from pipeline.validator import check
 
 
@@ -30,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, and print what is wrong."""
-    _, program, costs = read_input(args)
+    given = read_input(args)
+    if isinstance(given, Plan):
+        say(f"compiling {len(given.stages)} stages, {given.micro_batches} micro-batches")
+        program, costs = compile_plan(given, batches=args.batches), stage_costs(given)
+    else:
+        program, costs = given, costs_of(args, given)
     if args.out is not None:
         Path(args.out).write_text(str(program), encoding="utf-8")
     actions = sum(map(len, program.ranks))

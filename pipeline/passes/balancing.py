@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from pipeline.actions import Action, Kind, Transfer, Wait
+from pipeline.actions import Action, Compute, Kind, Transfer, Wait
 from pipeline.errors import ProgramError
 from pipeline.passes.transfers import Item, Slot, balanced_capacity, transfer_schedule
 from pipeline.program import Layout, Program, with_ranks
@@ -72,7 +72,8 @@ def bpipe(
         time = durations(spans[evictor][0].action) if transfer is None else transfer
         slots = transfer_schedule(spans[evictor], capacity, time)
         ranks[evictor] = _evictor(program.ranks[evictor], slots, acceptor)
-        ranks[acceptor] = _acceptor(program.ranks[acceptor], spans[acceptor], slots, evictor, time)
+        accepting = _acceptor(program.ranks[acceptor], spans[acceptor], slots, evictor, time)
+        ranks[acceptor] = _postponed(accepting, capacity)
     return with_ranks(program, ranks)
 
 
@@ -137,6 +138,41 @@ def _acceptor(
         if action is not None:
             out.append(action)
     return out
+
+
+def _postponed(actions: list[Action], capacity: int) -> list[Action]:
+    """The actions of an acceptor, with each `ACCEPT` that is one too many put off until something is let go.
+
+    The acceptor gets ready before a pass that it is still running when the transfer starts; where passes are
+    not twice as long backward as forward, that can be before it has room.
+    """
+    actions = list(actions)
+    i = held = 0
+    while i < len(actions):
+        held += _growth(actions[i])
+        if held <= capacity:
+            i += 1
+            continue
+        last = next((n for n in range(i, -1, -1) if _is_accept(actions[n])), None)
+        free = next((n for n in range(i + 1, len(actions)) if _growth(actions[n]) < 0), None)
+        if last is None or free is None:
+            raise ProgramError(f"{actions[i]}: its rank can't hold so much for others. Allow more.")
+        actions.insert(free, actions.pop(last))  # right after `free`, which has moved one place forward
+        held -= 1
+    return actions
+
+
+def _is_accept(action: Action) -> bool:
+    return isinstance(action, Transfer) and action.kind is Kind.ACCEPT
+
+
+def _growth(action: Action) -> int:
+    """By how many micro-batches what an acceptor holds grows."""
+    if isinstance(action, Compute):
+        return 1 if action.kind is Kind.FORWARD else -1
+    if isinstance(action, Wait):
+        return -1 if action.on.kind is Kind.RETURN else 0
+    return 1 if _is_accept(action) else 0
 
 
 def _events(slots: Sequence[Slot], time: float) -> Iterator[tuple[float, bool, Item]]:

@@ -80,6 +80,8 @@ def transfer_schedule(spans: Sequence[Span], capacity: int, transfer: float) -> 
             resident.add(load)
         _check(resident, capacity, span)
         if span.action.kind is not Kind.FORWARD:
+            if own in away:
+                raise ProgramError(f"{span.action}: what it needs can't be back in time. Allow more.")
             resident.discard(own)
         after = _load_in_gap(spans, i, away, transfer)
         upcoming = _load_beside(spans, i + 1, away, transfer)

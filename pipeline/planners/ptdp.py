@@ -22,11 +22,13 @@ from pipeline.planners.ptdp_model import (
     batch_time,
     memory,
     repeated_share,
+    sent_bytes,
+    tensor_seconds,
     transfers_fit,
 )
 from pipeline.plans import Plan, Predicted, Schedule, Stage, StageCost
 from pipeline.topology import Topology
-from pipeline.transformer import boundary_bytes, layer_saved_bytes
+from pipeline.transformer import ACTIVATION_BYTES, STATE_BYTES, boundary_bytes, layer_saved_bytes
 
 __all__ = ["Configuration", "Limits", "by_the_rules", "configurations", "plan"]
 
@@ -119,21 +121,23 @@ def _plan(blocks: Blocks, topology: Topology, limits: Limits, c: Configuration) 
     count = c.pipeline * c.chunks
     length = len(layers) // count
     costs = blocks.costs(c.micro_batch)
-    boundary = boundary_bytes(limits.model, c.micro_batch)
     saved = layer_saved_bytes(limits.model, c.micro_batch, tensor_parallel=c.tensor, recompute=c.recompute)
     again = repeated_share(limits.model, c.recompute)
+    tensor = length * tensor_seconds(topology, limits, c)
     stages = []
     for s in range(count):
         ids = layers[s * length : (s + 1) * length]
         ids = [*([first] if s == 0 else []), *ids, *([last] if s == count - 1 else [])]
         total = sum((costs[blocks.ids.index(i)] for i in ids), Cost())
         cost = StageCost(
-            forward_s=total.forward_ms / 1e3 / c.tensor,
-            backward_s=(total.backward_ms + again * total.forward_ms) / 1e3 / c.tensor,
-            output_bytes=boundary if s < count - 1 else 0.0,
+            forward_s=total.forward_ms / 1e3 / c.tensor + tensor,
+            backward_s=(total.backward_ms + again * total.forward_ms) / 1e3 / c.tensor
+            + (2 if c.recompute == "layer" else 1) * tensor,
+            output_bytes=sent_bytes(limits, c) if s < count - 1 else 0.0,
             parameter_bytes=total.parameter_bytes / c.tensor,
             saved_bytes=length * saved,
-            input_bytes=boundary if s else 0.0,
+            input_bytes=boundary_bytes(limits.model, c.micro_batch) if s else 0.0,
+            state_bytes=(STATE_BYTES / ACTIVATION_BYTES - 1) * total.parameter_bytes / c.tensor,
         )
         stages.append(
             Stage(tuple(ids), c.data, c.micro_batch, c.tensor, c.recompute, c.placement[s % c.pipeline], cost)

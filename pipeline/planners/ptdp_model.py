@@ -148,19 +148,13 @@ def _stage_seconds(
 ) -> list[tuple[float, float]]:
     """Forward and backward seconds of each pipeline rank for one micro-batch, over all of its chunks."""
     model = limits.model
-    tensor = boundary = 0.0
-    if limits.cost_model == "communication":
-        size = boundary_bytes(model, c.micro_batch)
-        if c.tensor > 1:
-            # Two all-reduces of the activation a layer and direction; together with backward 8 b s h (t-1)/t.
-            tensor = 4 * size * (c.tensor - 1) / c.tensor / topology.levels[0].bandwidth
-        if c.pipeline > 1:
-            sent = size / c.tensor if limits.scatter_gather else size
-            boundary = sent * max(
-                topology.transfer(a[0], b[0])[1]
-                for before, after in pairwise(c.placement)
-                for a, b in zip(before, after, strict=True)
-            )
+    tensor, boundary = tensor_seconds(topology, limits, c), 0.0
+    if limits.cost_model == "communication" and c.pipeline > 1:
+        boundary = sent_bytes(limits, c) * max(
+            topology.transfer(a[0], b[0])[1]
+            for before, after in pairwise(c.placement)
+            for a, b in zip(before, after, strict=True)
+        )
     result = []
     for cost in _rank_costs(blocks, c):
         forward = cost.forward_ms / 1e3 / c.tensor
@@ -171,6 +165,28 @@ def _stage_seconds(
         repeated = 1 if c.recompute == "layer" else 0
         result.append((forward + layers * tensor + sent, backward + (1 + repeated) * layers * tensor + sent))
     return result
+
+
+def tensor_seconds(topology: Topology, limits: Limits, c: Configuration) -> float:
+    """Seconds of tensor parallelism's all-reduces, a layer and direction; none in the cost model `paper`.
+
+    Two of the activation each: with backward 8 b s h (t-1)/t numbers a layer.
+
+    Source: PTD-P, section 4.3.2.
+    """
+    if limits.cost_model == "paper":
+        return 0.0
+    size = boundary_bytes(limits.model, c.micro_batch)
+    return 4 * size * (c.tensor - 1) / c.tensor / topology.levels[0].bandwidth
+
+
+def sent_bytes(limits: Limits, c: Configuration) -> float:
+    """Bytes that one device sends to the next stage for a micro-batch: b s h numbers, or a t-th of them.
+
+    Source: PTD-P, section 4.4.1.
+    """
+    size = boundary_bytes(limits.model, c.micro_batch)
+    return size / c.tensor if limits.scatter_gather else size
 
 
 def repeated_share(model: Transformer, recompute: Recompute) -> float:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +15,12 @@ from pipeline.passes import add_communication, bpipe
 from pipeline.passes.balancing import pairs
 from pipeline.passes.placement import pair_adjacent, standard
 from pipeline.passes.transfers import balanced_capacity, transfer_schedule
+from pipeline.plans import StageCost
 from pipeline.program import Program, chain
 from pipeline.schedules import interleaved, one_f_one_b
+from pipeline.simulator import simulate
 from pipeline.timeline import timeline, unit_durations
-from pipeline.topology import Level, Topology
+from pipeline.topology import Level, Topology, flat
 from pipeline.validator import check
 from tests.pipeline.programs import COMPUTATION
 
@@ -175,6 +178,30 @@ def test_the_transfers_of_four_stages_are_those_of_the_published_figure():
 def test_programs_with_transfers_are_valid(p):
     for before in (one_f_one_b(chain(2 * p, [1] * p)), interleaved(p, 2 * p, 2)):
         assert not check(add_communication(bpipe(before)))
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_the_bound_holds_whatever_the_passes_take(v):
+    rng = random.Random(v)
+    slower = 0
+    for _ in range(60):
+        p = rng.randint(4, 9)
+        m = p * rng.randint(1, 3)
+        forward = [rng.uniform(0.5, 2) for _ in range(p * v)]
+        costs = [StageCost(f, f * rng.uniform(1, 3), saved_bytes=1.0) for f in forward]
+
+        def durations(action, costs=costs):
+            cost = costs[action.stage]
+            return cost.forward_s if action.kind is Kind.FORWARD else cost.backward_s
+
+        before = one_f_one_b(chain(m, [1] * p)) if v == 1 else interleaved(p, m, v)
+        program = bpipe(before, durations=durations)
+        assert max(held(program)) <= balanced_capacity(p, v)
+        balanced = add_communication(program)
+        assert not check(balanced)
+        plain = simulate(add_communication(before), costs).makespan_s
+        slower += simulate(balanced, costs, flat(p, 1 / min(forward))).makespan_s > plain * (1 + 1e-9)
+    assert slower <= 2  # an acceptor that has no room yet makes its evictor wait
 
 
 def test_the_order_of_computation_stays():

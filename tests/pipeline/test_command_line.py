@@ -88,6 +88,10 @@ def test_a_plan_goes_through_validation_and_simulation(plan_file, tmp_path, caps
     status, out, _ = run(capsys, "simulate", plan_file, "--machines", "4", "--bandwidth", "1e15")
     assert status == 0
     free = json.loads(out)
+    machines = ["--machines", "4", "--bandwidth", "1e15", "--memory"]
+    for memory, fits in (("1e12", True), ("1e6", False)):
+        _, out, _ = run(capsys, "simulate", plan_file, *machines, memory)
+        assert json.loads(out)["fits_into_memory"] is fits
     status, out, _ = run(capsys, "simulate", str(program), "--plan", plan_file)
     assert status == 0
     assert json.loads(out)["makespan_s"] == pytest.approx(free["makespan_s"], rel=1e-4)
@@ -183,6 +187,7 @@ MACHINES = ["--machines", "4", "--bandwidth", "1e9"]
             "layers,hidden,heads",
         ),
         (["plan", *VGG, "--machines", "0", "--bandwidth", "1e9"], "at least 1"),
+        (["simulate", PROFILES, "--memory", "1e9"], "give --machines and --bandwidth too"),
         (["validate", "nowhere.json"], "cannot read nowhere.json"),
         (["simulate", PROFILES], "the plan lacks the key"),
     ],

@@ -6,13 +6,14 @@ import pytest
 
 from pipeline.compile import compile_plan, one_replica, rank_devices
 from pipeline.errors import PlanError, ProgramError
-from pipeline.graph import Cost, chain_graph
+from pipeline.graph import Cost, ProfiledGraph, chain_graph
 from pipeline.memory import MICRO_BATCHES, peaks
 from pipeline.planners import pipedream, plan, ptdp, two_bw
+from pipeline.planners.ptdp_model import memory
 from pipeline.plans import Plan, Stage
 from pipeline.simulator import simulate_plan
 from pipeline.topology import Level, Topology, flat
-from pipeline.transformer import Transformer, transformer_profile
+from pipeline.transformer import GPT3_96B, Transformer, transformer_profile
 from pipeline.validator import check
 from tests.pipeline.test_simulator import plan_of
 
@@ -114,16 +115,36 @@ def test_the_pace_of_a_straight_pipeline_is_what_its_planner_predicts():
     assert simulate_plan(longer).steady_s == pytest.approx(wanted.predicted.time_s)
 
 
-def test_without_communication_the_batch_takes_what_the_planner_predicts():
-    blocks = chain_graph("m", {str(i): Cost(1e3, 2e3, 1.0, 1.0) for i in range(4)})
-    wanted = plan(blocks, flat(4, 1e12), two_bw.Limits(16))
-    transformer = transformer_profile(MODEL, flops_per_s=1e12)
-    limits = ptdp.Limits(MODEL, 16, "paper", chunks=(1,), recompute=("none",))
-    chosen = plan(transformer, flat(4, 1e15), limits)
-    for found in (wanted, chosen):
-        batches = 1 if found.schedule != "2bw" else 4
-        time = simulate_plan(found, batches=batches).makespan_s / batches
-        assert time == pytest.approx(found.predicted.time_s, rel=0.35)
+@pytest.mark.parametrize(("chunks", "p"), [(1, 4), (2, 4), (1, 2)])
+def test_a_batch_of_equal_stages_takes_what_its_planner_predicts(chunks, p):
+    profile = transformer_profile(MODEL, flops_per_s=1e12)
+    layer = profile.costs[1]
+    costs = tuple(Cost() if node.id in ("embedding", "head") else layer for node in profile.model.nodes)
+    limits = ptdp.Limits(MODEL, 16, "paper", (chunks,), ("none",), micro_batches=(1,))
+    # No room for more than a p-th of the model, and no heads for tensor parallelism.
+    limits = replace(limits, model=replace(MODEL, heads=1))
+    possible = [c for c in ptdp.configurations(flat(p, 1e15), limits) if c.pipeline == p]
+    room = max(max(memory(limits, c)) for c in possible)
+    found = plan(ProfiledGraph(profile.model, costs), flat(p, 1e15, memory_bytes=room), limits)
+    assert len(found.stages) == p * chunks
+    assert simulate_plan(found).makespan_s == pytest.approx(found.predicted.time_s)
+
+
+def test_a_simulated_batch_of_a_large_model_is_close_to_the_analytic_one():
+    topology = Topology((Level(8, 300e9), Level(4, 25e9)), 80e9)
+    profile = transformer_profile(GPT3_96B, flops_per_s=150e12)
+    found = plan(profile, topology, ptdp.Limits(GPT3_96B, 128))
+    result = simulate_plan(found, topology)
+    assert result.makespan_s == pytest.approx(found.predicted.time_s, rel=0.02)
+    assert max(result.peak_bytes) == pytest.approx(max(found.predicted.memory_bytes), rel=0.01)
+
+
+def test_double_buffering_takes_what_its_planner_predicts_in_steady_state():
+    blocks = chain_graph("m", {str(i): Cost(1e3, 2e3, 1.0, 1e12) for i in range(4)})
+    found = plan(blocks, flat(4, 1e9, memory_bytes=3e12), two_bw.Limits(16))
+    assert (found.schedule, len(found.stages)) == ("2bw", 4)
+    pace = simulate_plan(found, batches=6).steady_s
+    assert pace * found.micro_batches == pytest.approx(found.predicted.time_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(

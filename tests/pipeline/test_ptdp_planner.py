@@ -9,6 +9,7 @@ from math import inf
 
 import pytest
 
+from pipeline.compile import compile_plan
 from pipeline.errors import PlanError
 from pipeline.graph import Cost, ProfiledGraph
 from pipeline.memory import MICRO_BATCHES, peaks
@@ -213,6 +214,24 @@ def test_bpipe_holds_no_more_than_the_model_says(p, m):
     balanced = Configuration(p, 1, 1, 1, 1, "none", bpipe=True)
     assert all(real <= chunks_held(balanced, m, r) for r, real in enumerate(held))
     assert max(chunks_held(balanced, m, r) for r in range(p)) <= -(-(p + 2) // 2)
+
+
+@pytest.mark.parametrize("bpipe", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "attention"])
+def test_programs_hold_the_memory_that_the_model_predicts(bpipe, chunks, recompute):
+    model = Transformer("gpt", 16, 1024, 8, 512, 1000)
+    topology = Topology((Level(2, 1e12), Level(4, 1e12)))
+    limits = Limits(model, 16, chunks=(chunks,), recompute=(recompute,), micro_batches=(1,), bpipe=bpipe)
+    limits = replace(limits, model=replace(model, heads=1))  # tensor parallelism is out of question
+    graph = transformer_profile(limits.model, flops_per_s=1e12)
+    tight = min(max(memory(limits, c)) for c in configurations(topology, limits) if c.pipeline > 1)
+    found = plan(graph, replace(topology, memory_bytes=tight), limits)
+    silent = [replace(stage.cost, output_bytes=0.0) for stage in found.stages]  # buffers are not in the model
+    held = peaks(compile_plan(found), silent)
+    for real, predicted in zip(held[:: found.stages[0].replicas], found.predicted.memory_bytes, strict=True):
+        assert real <= predicted * (1 + 1e-12)
+    assert max(held) == pytest.approx(tight)
 
 
 def test_bpipe_is_chosen_where_it_makes_room_for_less_recomputation():

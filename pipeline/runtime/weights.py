@@ -1,0 +1,114 @@
+"""Versions of one stage's weights: the current one in the module, older ones in a ring.
+
+In:  a module and its optimizer.
+Out: the module with the weights of a given version, gradients added up for the next one.
+
+`stash` hands the parameters' storages over to the ring and gives the module copies of them. What autograd has
+saved of the old version stays right, since it refers to the storages that the update doesn't write to. A
+gradient always goes to the parameter's `.grad`, whichever version it was computed with.
+
+Source: PipeDream, section 2.4.3; PipeDream-2BW, section 3.2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pipeline.runtime.errors import InPlaceError, RunError
+from pipeline.runtime.saved import addresses
+
+
+class Weights:
+    """The weights of one stage on one rank.
+
+    Attributes:
+        current: How many updates have been made.
+        frozen: Addresses of the storages in the ring, with the version counter that each parameter had when
+            it gave its storage away.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.parameters = list(module.parameters())
+        self.current = 0
+        self.frozen: dict[int, int] = {}
+        self._ring: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all versions that are held."""
+        return (1 + len(self._ring)) * sum(p.untyped_storage().nbytes() for p in self._distinct())
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions that are held, oldest first."""
+        return (*sorted(self._ring), self.current)
+
+    def storages(self) -> frozenset[int]:
+        """Addresses of the storages of every version, and of buffers."""
+        ring = (tensor for version in self._ring.values() for tensor in version)
+        return addresses((*self.module.parameters(), *self.module.buffers(), *ring))
+
+    def restart(self) -> None:
+        """Count versions from 0 again: another run of the program begins."""
+        if self._ring:
+            raise RunError(f"versions {sorted(self._ring)} of the weights are still stashed.")
+        self.current = 0
+
+    def stash(self) -> None:
+        """Keep the current version beyond the next update."""
+        old = []
+        for p in self.parameters:
+            old.append(p.data)
+            self.frozen[p.untyped_storage().data_ptr()] = p._version
+            p.data = p.data.clone()
+        self._ring[self.current] = old
+
+    def drop(self, version: int) -> None:
+        """Let go of a stashed version."""
+        for tensor in self._ring.pop(version, ()):
+            self.frozen.pop(tensor.untyped_storage().data_ptr(), None)
+
+    @contextmanager
+    def using(self, version: int) -> Iterator[None]:
+        """The module has the weights of a version inside."""
+        if version == self.current:
+            yield
+            return
+        if version not in self._ring:
+            raise RunError(f"version {version} of the weights is not here; {list(self.versions)} are.")
+        latest = [p.data for p in self.parameters]
+        counters = [p._version for p in self.parameters]
+        for p, old in zip(self.parameters, self._ring[version], strict=True):
+            p.data = old
+        try:
+            yield
+        finally:
+            for p, new in zip(self.parameters, latest, strict=True):
+                p.data = new
+        if counters != [p._version for p in self.parameters]:
+            raise InPlaceError(f"a pass changed version {version} of the weights in place.")
+
+    def update(self, scale: float) -> None:
+        """Make the next version from the gradients.
+
+        Args:
+            scale: What gradients are multiplied with first.
+        """
+        if scale != 1.0:
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.grad.mul_(scale)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.current += 1
+
+    def _distinct(self) -> list[nn.Parameter]:
+        """One parameter a storage."""
+        return list({p.untyped_storage().data_ptr(): p for p in self.parameters}.values())

@@ -1,0 +1,50 @@
+import functools
+
+import pytest
+import torch
+
+import coexec
+from coexec.runners.graph_runner import make_graph_runner
+from coexec.runners.interpreter import InterpretedRunner
+from tests.coexec import stepped
+from tests.coexec.harness import compare
+
+RUNNERS = {
+    "native": make_graph_runner,
+    "interpreted": InterpretedRunner,
+    "python first": stepped.python_first,
+    "graph first": stepped.graph_first,
+    "seed 1": functools.partial(stepped.seeded, 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """Each test starts without programs, on one thread, and leaves global settings as they were."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_num_threads(1)
+    coexec.reset()
+    yield
+    coexec.reset()
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def use_runner(monkeypatch):
+    """Makes all programs use a GraphRunner: a name of `RUNNERS`, or what makes one."""
+
+    def use(runner):
+        monkeypatch.setattr("coexec.program_state.make_graph_runner", RUNNERS.get(runner, runner))
+
+    return use
+
+
+@pytest.fixture(params=["native", "interpreted", "lazy"])
+def compared(request, use_runner):
+    """`compare` on each GraphRunner, and in lazy mode."""
+    if request.param == "lazy":
+        return functools.partial(compare, mode="lazy")
+    use_runner(request.param)
+    return compare
