@@ -17,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import logging
 import os
 import re
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -90,12 +92,15 @@ def _outputs(blocks: list[str]) -> Iterator[str]:
 def _fresh_process() -> Iterator[None]:
     """As good as one: no programs, default options, seeded generators; all as it was afterwards."""
     before = {name: getattr(coexec.options, name) for name in coexec.options.__dataclass_fields__}
-    random_state = torch.get_rng_state()
+    random_state, logger = torch.get_rng_state(), logging.getLogger("coexec")
+    level = logger.level
     coexec.reset()
     torch.manual_seed(0)
     try:
-        yield
+        with warnings.catch_warnings():
+            yield
     finally:
+        logger.setLevel(level)
         coexec.reset()
         torch.set_rng_state(random_state)
         for name, value in before.items():
@@ -194,8 +199,13 @@ def divergences() -> str:
     page = (ROOT / "docs" / "contract.md").read_text()
     section = re.search(r"^## What is not equal\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^### (.*)$", section[1] if section else "", re.MULTILINE)
-    names = [f"[{t[0].lower() + t[1:]}](docs/contract.md#{t.lower().replace(' ', '-')})" for t in titles]
+    names = [f"[{_as_words(t)}](docs/contract.md#{t.lower().replace(' ', '-')})" for t in titles]
     return f"Known differences from eager, {len(names)} kinds: " + ", ".join(names) + "."
+
+
+def _as_words(title: str) -> str:
+    first = title.split()[0]
+    return title if first != first.capitalize() else title[0].lower() + title[1:]
 
 
 _PARTS: dict[str, Callable[..., str]] = {

@@ -37,7 +37,7 @@ struct Meta {
 
   bool fits(const at::Tensor& t) const {
     return t.layout() == at::kStrided && t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(shape) &&
-           t.strides() == at::IntArrayRef(stride) && t.storage_offset() == offset && t.device() == device &&
+           t.strides() == at::IntArrayRef(stride) && t.device() == device &&
            t.requires_grad() == requires_grad && t.is_leaf() == is_leaf;
   }
 

@@ -493,13 +493,14 @@ class PythonRunner(TorchFunctionMode):
     def _real(self, binding: Produced) -> torch.Tensor:
         program = self.skeleton.program
         output = self.skeleton.graph.nodes[binding.event].outputs[binding.output]
-        external = program.rebased.get((binding.event, binding.output))
-        if external is None:
+        rebased = program.rebased.get((binding.event, binding.output))
+        if rebased is None:
             value = self.graph_runner.value(program.plans[binding.event].outputs[binding.output])
         else:
-            base, meta = self._object(external), output.meta
+            base, meta = self._object(rebased[0]), output.meta
             assert base is not None
-            value = torch.as_strided(base.detach(), meta.shape, meta.stride, meta.offset)
+            offset = int(base.storage_offset()) + rebased[1]
+            value = torch.as_strided(base.detach(), meta.shape, meta.stride, offset)
         return dressed(value, output.meta, output.history)
 
     def _difference(self, function: Any, nearest: Node | None, key: Any, numbers: list[Number]) -> str:

@@ -38,7 +38,7 @@ PASSIVE: frozenset[Callable[..., Any]] = frozenset(
     | _getters("is_cpu", "is_cuda", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized")
     | _getters("is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "is_ipu", "is_maia", "names")
     | _getters("_backward_hooks", "_post_accumulate_grad_hooks", "output_nr")
-    | _methods("dim", "ndimension", "size", "stride", "numel", "nelement", "element_size", "storage_offset")
+    | _methods("dim", "ndimension", "size", "stride", "numel", "nelement", "element_size")
     | _methods("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg")
     | _methods("__len__", "is_inference", "get_device", "has_names", "is_distributed", "is_same_size")
     | _functions("is_floating_point", "is_complex", "is_conj", "is_neg", "numel", "is_inference", "is_signed")

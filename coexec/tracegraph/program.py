@@ -152,7 +152,8 @@ class Program:
         plans: what to send at each node.
         edges: numbers to send when an edge of the TraceGraph is taken.
         copied: fetch slots whose memory is written later on, so that Python gets a copy.
-        rebased: outputs that view an external tensor through its shadow: (node, output) -> which.
+        rebased: outputs that view an external tensor through its shadow: (node, output) -> which
+            tensor, and how many elements behind its beginning.
         shadowed: external tensors that are written before the commit, on a copy.
         written: external tensors whose memory the program writes.
         random: whether it draws random numbers.
@@ -170,7 +171,7 @@ class Program:
     edges: dict[tuple[int, int], tuple[int, ...]]
     fetch_slots: int
     copied: frozenset[int]
-    rebased: dict[tuple[int, int], Captured | Fed]
+    rebased: dict[tuple[int, int], tuple[Captured | Fed, int]]
     shadowed: frozenset[Captured | Fed]
     written: frozenset[Captured | Fed]
     random: bool

@@ -390,18 +390,19 @@ class _Lowering:
             late_feeds = frozenset(a for a in feeds if self.values[Fed(node, a)] in late)
             self.plans[node] = replace(plan, numbers=numbers, late=late_feeds)
 
-    def _rebased(self, externals: set[Captured | Fed]) -> dict[tuple[int, int], Captured | Fed]:
+    def _rebased(self, externals: set[Captured | Fed]) -> dict[tuple[int, int], tuple[Captured | Fed, int]]:
         """Kept outputs that view one of these external tensors."""
-        rebased: dict[tuple[int, int], Captured | Fed] = {}
+        rebased: dict[tuple[int, int], tuple[Captured | Fed, int]] = {}
         for node, plan in self.plans.items():
             for output, register in enumerate(plan.outputs):
+                meta = self.graph.nodes[node].outputs[output].meta
                 if not self.graph.nodes[node].outputs[output].kept:
                     continue
                 viewed = [e for e in externals if self._class(self.externals[e]) == self._class(register)]
                 if len(viewed) > 1:
                     raise SharedShadow
                 if viewed:
-                    rebased[node, output] = viewed[0]
+                    rebased[node, output] = viewed[0], meta.offset - self.metas[viewed[0]].offset
         return rebased
 
     def _kept(self) -> set[int]:
@@ -449,7 +450,7 @@ class _Lowering:
         bound_at = {i.out: p for p, i in enumerate(rows) if isinstance(i, Feed)}
         for register, copy in shadow.items():
             pair: list[Instruction] = [
-                Call(torch.ops.aten.clone.default, (Reg(register), None), (copy,), When.NOW, -1),
+                *_copied(register, copy, self.register_metas[register]),
                 Call(
                     torch.ops.aten.copy_.default,
                     (Reg(register), Reg(copy), False),
@@ -467,6 +468,16 @@ class _Lowering:
             groups[position] = [Move((), ())]
         starts = list(itertools.accumulate((len(g) for g in groups), initial=len(prologue)))
         return prologue + [retargeted(i, starts) for group in groups for i in group]
+
+
+def _copied(source: int, out: int, meta: TensorMeta) -> tuple[Call, Call]:
+    """A copy of a register with the very strides of the original."""
+    aten = torch.ops.aten
+    empty = (Reg(source), meta.shape, meta.stride, None, None, None, None)
+    return (
+        Call(aten.new_empty_strided.default, empty, (out,), When.NOW, -1),
+        Call(aten.copy_.default, (Reg(out), Reg(source), False), (None,), When.NOW, -1),
+    )
 
 
 def _external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,11 +30,14 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Everything about a tensor that Python may see without looking at its values."""
+    """Everything about a tensor that Python may see without looking at its values.
+
+    Where in its memory a tensor begins is noted but makes no difference: batches are often slices.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int = field(compare=False)
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool

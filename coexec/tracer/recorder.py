@@ -496,6 +496,8 @@ class Recorder(TorchDispatchMode):
         assert event is not None
         if root[4:] != geometry[4:]:
             raise Untraceable("CX0111", "memory is read with another dtype than it was made with")
+        if isinstance(source, External):
+            raise Untraceable("CX0111", "an external tensor's memory is read past the tensor")
         base = self._refer(source)
         number = len(event.operations)
         args = (base, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())

@@ -319,7 +319,7 @@ class Runner:
         return tuple(t[k * size : (k + 1) * size] for t in self._data.get(stage, ()))
 
     def _scale(self, stage: int) -> float:
-        """Makes a gradient the mean over the samples of an update; that is so already at stages with losses."""
+        """What makes a gradient the mean over the samples of an update; losses are weighted by theirs."""
         sinks = {
             s.update for s, after in zip(self.layout.stages, self.layout.successors, strict=True) if not after
         }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import coexec
+from coexec import tape
 from coexec.runners.graph_runner import make_graph_runner
 from coexec.runners.interpreter import InterpretedRunner
 from tests.coexec import stepped
@@ -18,6 +19,16 @@ RUNNERS = {
 }
 
 
+def leave_all_modes():
+    """What a test that failed in the middle has left entered must not be another one's trouble."""
+    while torch.overrides._get_current_function_mode_stack():
+        torch.overrides._pop_mode()
+    while torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        torch.utils._python_dispatch._pop_mode()
+    torch.random.default_generator = torch.default_generator
+    tape._active.depth = 0
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     """Each test starts without programs, on one thread, and leaves global settings as they were."""
@@ -26,6 +37,7 @@ def _fresh():
     coexec.reset()
     yield
     coexec.reset()
+    leave_all_modes()
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(False)

