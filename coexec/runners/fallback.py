@@ -15,7 +15,7 @@ import torch
 
 from coexec.runners.placeholder import realize
 from coexec.runners.python_runner import PythonRunner
-from coexec.runners.records import EventRecord, GradRecord, Token
+from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
 from coexec.tracegraph import calls
 from coexec.tracegraph.ambient import restored
 from coexec.tracegraph.trace import Kind, Produced
@@ -39,8 +39,13 @@ def replay(runner: PythonRunner, event: Any) -> None:
     objects = {binding: symbol.tensor for binding, symbol in it.placeholders.items()}
     it.symbols.clear()
     it.placeholders.clear()
+    for record in reversed(it.records):
+        if isinstance(record, FlagRecord):
+            record.tensor.requires_grad_(record.before)
     for record in it.records:
-        if isinstance(record, GradRecord):
+        if isinstance(record, FlagRecord):
+            record.tensor.requires_grad_(record.after)
+        elif isinstance(record, GradRecord):
             _tensor(record.leaf, objects).grad = (
                 None if record.value is None else _tensor(record.value, objects)
             )

@@ -27,7 +27,7 @@ from coexec.runners import random_state
 from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.native import NativeRunner
 from coexec.runners.placeholder import Guard, Symbol, dressed, make_placeholder, realize
-from coexec.runners.records import EventRecord, GradRecord, Token
+from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
 from coexec.runners.skeleton import Skeleton, numbers_fit
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
@@ -52,7 +52,7 @@ class Iteration:
 
     at: int = START
     path: list[int] = field(default_factory=list)
-    records: list[EventRecord | GradRecord] = field(default_factory=list)
+    records: list[EventRecord | GradRecord | FlagRecord] = field(default_factory=list)
     symbols: dict[int, Symbol] = field(default_factory=dict)  # by id of the placeholder
     placeholders: dict[Produced, Symbol] = field(default_factory=dict)
     captured: list[torch.Tensor | None] = field(default_factory=list)
@@ -119,6 +119,8 @@ class PythonRunner(TorchFunctionMode):
             return self._get_grad(args[0])
         if function in functions.AMBIENT or getattr(function, "__module__", None) == "torch._ops.profiler":
             return function(*args, **kwargs)
+        if function in functions.INDEXING:
+            args = functions.with_index_tensors(args)
         if self._walker is not None and not self.iteration.exposed:
             answer = self._walker.step(function, args, kwargs)
             if answer is not NotImplemented:
@@ -173,6 +175,11 @@ class PythonRunner(TorchFunctionMode):
             return self._grad_fn(args[0])
         if function in (functions.SET_GRAD, functions.DELETE_GRAD):
             return self._set_grad(args[0], args[1] if len(args) > 1 else None)
+        if function in functions.SET_REQUIRES_GRAD and id(args[0]) not in self.iteration.symbols:
+            before = args[0].requires_grad
+            returned = function(*args, **kwargs)
+            self.iteration.records.append(FlagRecord(args[0], before, args[0].requires_grad))
+            return returned
         tensors, numbers, key = calls.flatten(args, kwargs)
         if functions.makes_data(function, bool(tensors)):
             return function(*args, **kwargs)

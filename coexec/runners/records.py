@@ -28,6 +28,15 @@ class EventRecord:
 
 
 @dataclass(slots=True)
+class FlagRecord:
+    """A change of an external tensor's `requires_grad`, which was made at once."""
+
+    tensor: torch.Tensor
+    before: bool
+    after: bool
+
+
+@dataclass(slots=True)
 class GradRecord:
     """An assignment to a `.grad`."""
 

@@ -96,6 +96,14 @@ UNSUPPORTED: frozenset[Callable[..., Any]] = frozenset(
     | _methods("apply_", "map_", "map2_", "__setstate__", "__reduce_ex__", "resize_", "resize_as_", "set_")
 )
 
+#: Take indices, which may be lists of Python numbers.
+INDEXING: frozenset[Callable[..., Any]] = frozenset(_methods("__getitem__", "__setitem__"))
+
+#: Say whether a leaf takes part in autograd; for an external tensor Python does it itself.
+SET_REQUIRES_GRAD: frozenset[Callable[..., Any]] = frozenset(
+    {Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__}  # noqa: B009  # a getset descriptor
+)
+
 #: Write to arguments although their schema does not say so: positions, and when they do.
 HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], Callable[[tuple[Any, ...]], bool]]] = {
     "aten::native_batch_norm": ((3, 4), lambda args: bool(args[5])),
@@ -110,6 +118,23 @@ HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], Callable[[tuple[Any, ...]], bool
 def makes_data(function: Callable[..., Any], on_tensors: bool) -> bool:
     """Whether a call only turns Python data into a tensor."""
     return not on_tensors and function in DATA
+
+
+def with_index_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an indexing call with tensors in place of lists of numbers.
+
+    What is in such a list is data, as a batch is: it varies without making another program.
+    """
+    index = args[1]
+    if _is_list_of_ints(index):
+        return (args[0], torch.tensor(index), *args[2:])
+    if isinstance(index, tuple) and any(_is_list_of_ints(i) for i in index):
+        return (args[0], tuple(torch.tensor(i) if _is_list_of_ints(i) else i for i in index), *args[2:])
+    return args
+
+
+def _is_list_of_ints(value: Any) -> bool:
+    return value.__class__ is list and bool(value) and all(v.__class__ is int for v in value)
 
 
 def fetches(function: Callable[..., Any], args: Sequence[Any]) -> bool:

@@ -47,6 +47,12 @@ class TracingMode(TorchFunctionMode):
             function, bool(calls.flatten(args, kwargs)[0])
         ):
             return function(*args, **kwargs)
+        if function in functions.INDEXING:
+            args = functions.with_index_tensors(args)
+        if function in functions.SET_REQUIRES_GRAD and self.recorder.is_external(args[0]):
+            returned = function(*args, **kwargs)
+            self.recorder.refresh(args[0])
+            return returned
         if function == functions.GET_GRAD_FN:
             node = function(*args, **kwargs)
             if node is not None:

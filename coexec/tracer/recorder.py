@@ -83,6 +83,7 @@ class _OpenEvent:
     arguments: list[torch.Tensor]
     backward: bool
     fetch: bool
+    on_host: str | None = None  # which operation's result depends on data
     sources: list[Source] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
 
@@ -153,6 +154,19 @@ class Recorder(TorchDispatchMode):
         if self.cause is None:
             self.cause = cause(id_, detail, describe(self.location))
 
+    def is_external(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor comes from outside of the iteration, as far as is known."""
+        known = self._known.get(id(tensor))
+        if known is not None and known.reference() is tensor:
+            return isinstance(known.binding, External)
+        return not self._memory.is_computed(storage_id(tensor)) if tensor.layout is torch.strided else False
+
+    def refresh(self, tensor: torch.Tensor) -> None:
+        """Takes in that Python has changed the attributes of an external tensor."""
+        known = self._known.get(id(tensor))
+        if known is not None and known.reference() is tensor:
+            known.meta = calls.meta_of(tensor)
+
     def _prepare(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Prepared:
@@ -181,6 +195,7 @@ class Recorder(TorchDispatchMode):
             inputs=inputs,
             metas=metas,
             storages=[storage_id(t) for t in tensors],
+            versions=[_version(t) for t in tensors],
             histories=[_history(t) for t in tensors],
             leaves=leaves,
         )
@@ -188,6 +203,10 @@ class Recorder(TorchDispatchMode):
     def _complete(self, p: _Prepared, returned: Any) -> None:
         event = self._open
         assert event is not None
+        if event.on_host is not None and p.kind is not Kind.FETCH:
+            self._check_host_event(p, returned)
+            p.kind = Kind.FETCH
+            event.sources, event.operations = [], []
         if p.kind is Kind.FETCH:
             result: Any = tuple(self._value(t) for t in p.tensors)
             outputs: list[torch.Tensor] = []
@@ -243,10 +262,30 @@ class Recorder(TorchDispatchMode):
             if any(e.written for e in self._exposed):
                 raise Untraceable("CX0114", "an array that shares memory with a tensor was written")
 
+    def _check_host_event(self, p: _Prepared, returned: Any) -> None:
+        """A call whose result depends on data can be made on fetched values if it only computes."""
+        event = self._open
+        assert event is not None
+        changed = any(o.writes or o.random for o in event.operations)
+        changed = (
+            changed
+            or event.backward
+            or any(
+                calls.meta_of(t) != m or _version(t) != v
+                for t, m, v in zip(p.tensors, p.metas, p.versions, strict=True)
+            )
+        )
+        differentiable = any(isinstance(t, torch.Tensor) and t.requires_grad for t in _flat(returned))
+        same = any(t is a for t in _flat(returned) for a in p.tensors)
+        if changed or differentiable or same:
+            raise Untraceable("CX0106", str(event.on_host))
+
     def _bind(self, tensor: torch.Tensor, function: Callable[..., Any]) -> Binding:
         known = self._known.get(id(tensor))
         if known is not None and known.reference() is tensor:
-            if calls.meta_of(tensor) != known.meta or _history(tensor) != known.history:
+            if tensor._is_view() and calls.meta_of(tensor) == known.meta:
+                known.history = _history(tensor)  # an in-place call on its base gives a view another node
+            elif calls.meta_of(tensor) != known.meta or _history(tensor) != known.history:
                 raise Untraceable("CX0103", "its metadata is not what the call that made it left")
             return known.binding
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not isinstance(
@@ -320,6 +359,8 @@ class Recorder(TorchDispatchMode):
                 if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     raise Untraceable("CX0112", "a leaf tensor has hooks")
                 grad = tensor.grad
+                if grad is not None:
+                    self._bind_grad(grad)  # the backward pass may add to it
                 leaves.append((tensor, grad, -1 if grad is None else grad._version))
         return leaves
 
@@ -391,7 +432,9 @@ class Recorder(TorchDispatchMode):
             return None
         self._check_frames(event)
         if _depends_on_data(function, args):
-            raise Untraceable("CX0106", f"{function} inside of {self._name()}")
+            event.on_host = f"{function} inside of {self._name()}"
+        if event.on_host is not None:
+            return None
         positional = _positional(function, args, kwargs)
         return tuple(self._encode(a, function) for a in positional), list(_tensors(positional))
 
@@ -569,6 +612,7 @@ class _Prepared:
     inputs: list[Binding]
     metas: list[TensorMeta]
     storages: list[int]
+    versions: list[int]
     histories: list[str | None]
     leaves: list[tuple[torch.Tensor, torch.Tensor | None, int]]
 
@@ -576,6 +620,10 @@ class _Prepared:
 def _history(tensor: torch.Tensor) -> str | None:
     node = tensor.grad_fn
     return None if node is None else type(node).__name__
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _depends_on_data(function: Any, args: tuple[Any, ...]) -> bool:
