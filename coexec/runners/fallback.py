@@ -9,6 +9,9 @@ placeholder that Python already holds.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -42,18 +45,31 @@ def replay(runner: PythonRunner, event: Any) -> None:
     for record in reversed(it.records):
         if isinstance(record, FlagRecord):
             record.tensor.requires_grad_(record.before)
-    for record in it.records:
-        if isinstance(record, FlagRecord):
-            record.tensor.requires_grad_(record.after)
-        elif isinstance(record, GradRecord):
-            _tensor(record.leaf, objects).grad = (
-                None if record.value is None else _tensor(record.value, objects)
-            )
-        else:
-            _run(record, objects, event)
+    # Calls of one state run under one restored state: leaving autocast would drop its casts.
+    for _, group in itertools.groupby(it.records, key=_state):
+        records = list(group)
+        state = _state(records[0])
+        with contextlib.nullcontext() if state is None else restored(state):
+            for record in records:
+                _redo(record, objects, event)
     for exposure, contents in zip(exposed, written, strict=True):
         exposure.memory.copy_(contents)
     it.records.clear()
+
+
+def _state(record: object) -> Hashable:
+    return record.ambient if isinstance(record, EventRecord) else None
+
+
+def _redo(record: object, objects: dict[Produced, torch.Tensor], event: Any) -> None:
+    match record:
+        case FlagRecord():
+            record.tensor.requires_grad_(record.after)
+        case GradRecord():
+            value = None if record.value is None else _tensor(record.value, objects)
+            _tensor(record.leaf, objects).grad = value
+        case EventRecord():
+            _run(record, objects, event)
 
 
 def _run(record: EventRecord, objects: dict[Produced, torch.Tensor], event: Any) -> None:
@@ -74,8 +90,7 @@ def _run(record: EventRecord, objects: dict[Produced, torch.Tensor], event: Any)
                 realize(outputs[grad.output], leaf.grad)
         return calls.build(node.result, outputs, tensors)
 
-    with restored(record.ambient):
-        event(node.function, args, kwargs, record.location, adopt)
+    event(node.function, args, kwargs, record.location, adopt)
     if record.exposure is not None:
         _share(tensors[0], record.exposure.memory)
 

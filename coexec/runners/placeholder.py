@@ -89,6 +89,8 @@ def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch
     Its autograd history, if it had one, has been used up by a backward pass inside of the block:
     the name is right, and another backward pass through it is the error that it is in eager.
     """
+    if value.is_conj() or value.is_neg():
+        return value.detach().requires_grad_(meta.requires_grad)
     alias = value.new_empty(0)
     with torch.no_grad():
         alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())

@@ -61,6 +61,7 @@ class Iteration:
     late: list[torch.Tensor | Number] = field(default_factory=list)  # messages for the commit
     grads: dict[int, tuple[Token, Token]] = field(default_factory=dict)  # by id of the leaf
     exposed: list[Exposure] = field(default_factory=list)
+    checked: int = -1  # fed tensors when memory was last compared
     alive: list[Produced] = field(default_factory=list)  # held by the program at the end
     location: int = -1
 
@@ -137,7 +138,8 @@ class PythonRunner(TorchFunctionMode):
     def fall_back(self, mismatch: Mismatch) -> None:
         """Makes the iteration eager; placeholders are real tensors when this returns."""
         self._let_go()
-        self._eager = self._on_mismatch(self, mismatch)
+        with torch._C.DisableTorchFunction():
+            self._eager = self._on_mismatch(self, mismatch)
 
     @property
     def fell_back(self) -> bool:
@@ -222,7 +224,8 @@ class PythonRunner(TorchFunctionMode):
                 raise Mismatch("CX0114", "an array that shares memory with a tensor was written")
 
     def _alternative(self, node: Node, tensors: list[torch.Tensor]) -> tuple[int, list[Token]] | None:
-        bindings = tuple([self._binding(t, node, i) for i, t in enumerate(tensors)])
+        new: dict[int, Fed] = {}
+        bindings = tuple([self._binding(t, node, i, new) for i, t in enumerate(tensors)])
         for index, alternative in enumerate(node.alternatives):
             if alternative.bindings[: len(bindings)] != bindings:
                 continue
@@ -237,14 +240,20 @@ class PythonRunner(TorchFunctionMode):
 
     def _meta(self, tensor: torch.Tensor) -> TensorMeta:
         symbol = self.iteration.symbols.get(id(tensor))
-        return calls.meta_of(tensor) if symbol is None else symbol.meta
+        if symbol is not None:
+            return symbol.meta
+        if tensor.__class__ is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+            raise Mismatch("CX0107", f"{type(tensor).__name__} is a tensor subclass")
+        if tensor.layout is not torch.strided:
+            raise Mismatch("CX0107", f"a tensor has layout {tensor.layout}")
+        return calls.meta_of(tensor)
 
-    def _binding(self, tensor: torch.Tensor, node: Node, argument: int) -> NodeBinding:
+    def _binding(self, tensor: torch.Tensor, node: Node, argument: int, new: dict[int, Fed]) -> NodeBinding:
         symbol = self.iteration.symbols.get(id(tensor))
         if symbol is not None:
             return symbol.binding
         known = self.iteration.externals.get(id(tensor))
-        return Fed(node.id, argument) if known is None else known
+        return new.setdefault(id(tensor), Fed(node.id, argument)) if known is None else known
 
     def _implicit(self, node: Node, bindings: tuple[NodeBinding, ...], explicit: int) -> list[Token] | None:
         """Checks the leaves that a backward pass reaches, and the gradients that they have."""
@@ -266,7 +275,7 @@ class PythonRunner(TorchFunctionMode):
             else:
                 if calls.meta_of(grad) != meta:
                     return None
-                if self._binding(grad, node, position + 1) != bindings[position + 1]:
+                if self._binding(grad, node, position + 1, {}) != bindings[position + 1]:
                     return None
             tokens += [self._token(leaf), grad]
         return tokens
@@ -318,6 +327,8 @@ class PythonRunner(TorchFunctionMode):
         if node.kind is Kind.FETCH:
             if node.function in functions.SHARES_MEMORY and plan.fetches[0] in program.copied:
                 raise Mismatch("CX0114", "a tensor that an array shares memory with is written later on")
+            if len(it.fed) != it.checked:
+                self._check_memory()
             values = [self._fetched(slot, t) for slot, t in zip(plan.fetches, tensors, strict=True)]
             it.records.append(record)  # not before: if the fetch fails, eager execution runs the call
             args, kwargs = calls.unflatten(key, values, numbers)
@@ -347,6 +358,8 @@ class PythonRunner(TorchFunctionMode):
             binding = self.skeleton.outputs[node.id][number]
             if number in rebound:  # only placeholders are
                 symbol = it.symbols[id(tensors[rebound[number]])]
+                if symbol.meta != output.meta:
+                    realize(symbol.tensor, make_placeholder(output.meta))
                 symbol.binding, symbol.meta, symbol.history = binding, output.meta, output.history
             else:
                 tensor = make_placeholder(output.meta)
@@ -368,7 +381,10 @@ class PythonRunner(TorchFunctionMode):
             self.stall_s += time.perf_counter() - began
         symbol = self.iteration.symbols.get(id(tensor))
         if symbol is not None:
-            return dressed(value, symbol.meta, symbol.history) if symbol.meta.requires_grad else value
+            if symbol.meta.requires_grad:
+                return dressed(value, symbol.meta, symbol.history)
+            plain: torch.Tensor = value.detach() if value.requires_grad else value
+            return plain
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(value, tensor.requires_grad)
         return dressed(value, calls.meta_of(tensor), None) if tensor.requires_grad else value
@@ -463,6 +479,7 @@ class PythonRunner(TorchFunctionMode):
     def _check_memory(self) -> None:
         """External tensors share memory only as traces have shown, where the program writes to it."""
         it, program = self.iteration, self.skeleton.program
+        it.checked = len(it.fed)
         if not program.written:
             return
         by_memory: dict[int, list[Captured | Fed]] = {}
@@ -484,17 +501,19 @@ class PythonRunner(TorchFunctionMode):
 
     def _publish(self, alive: list[Produced]) -> None:
         it = self.iteration
-        real = set()
+        real: dict[Produced, torch.Tensor] = {}
         for binding in alive:
-            realize(it.placeholders[binding].tensor, self._real(binding))
-            real.add(binding)
+            real[binding] = it.placeholders[binding].tensor
+            realize(real[binding], self._real(binding))
         for leaf, value in it.grads.values():
             target = it.placeholders[leaf].tensor if isinstance(leaf, Produced) else leaf
             if isinstance(leaf, Produced) and it.placeholders[leaf].binding not in real:
                 continue  # nobody refers to the leaf any more
             if isinstance(value, Produced):
-                symbol = it.placeholders[value]
-                value = symbol.tensor if symbol.binding in real else self._real(symbol.binding)
+                binding = it.placeholders[value].binding
+                if binding not in real:
+                    real[binding] = self._real(binding)
+                value = real[binding]
             target.grad = value  # type: ignore[union-attr]  # a leaf is a tensor
 
     def _real(self, binding: Produced) -> torch.Tensor:

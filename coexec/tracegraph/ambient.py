@@ -42,14 +42,17 @@ def ambient(own_modes: int = 0) -> Hashable:
 
 @contextlib.contextmanager
 def restored(state: Hashable) -> Iterator[None]:
-    """Runs a block under the grad mode and autocast state of an earlier call."""
+    """Runs a block under the grad mode, autocast state and default dtype of an earlier call."""
     made_by_ambient: Any = state
-    grad, inference, autocast, *_ = made_by_ambient
+    grad, inference, autocast, dtype, *_ = made_by_ambient
     with contextlib.ExitStack() as stack:
         if inference != torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(inference))
         if grad != torch.is_grad_enabled():
             stack.enter_context(torch.set_grad_enabled(grad))
+        if dtype != torch.get_default_dtype():
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(dtype)
         now: Any = ambient()
         if autocast != now[2]:
             for device, enabled, dtype in autocast or [(d, False, None) for d in _AUTOCAST_DEVICES]:

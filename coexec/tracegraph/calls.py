@@ -32,6 +32,19 @@ class Opaque:
         return id(self.value)
 
 
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """A number that is equal to another only if they are written alike: -0j is not 0j."""
+
+    value: complex
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Exact) and repr(other.value) == repr(self.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
 def flatten(
     args: Sequence[Any], kwargs: dict[str, Any] | None
 ) -> tuple[list[torch.Tensor], list[Number], Hashable]:
@@ -77,7 +90,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor], numbers: list[Number]) -> 
         numbers.append(value)
         return kind
     if isinstance(value, complex):
-        return (complex, value)
+        return (complex, Exact(value))
     return Opaque(value)
 
 
@@ -109,7 +122,7 @@ def _unflatten(key: Any, tensors: Iterator[Any], numbers: Iterator[Number]) -> A
         return key
     kind, items = key
     if kind is complex:
-        return items
+        return items.value
     if issubclass(kind, dict):
         return {name: _unflatten(v, tensors, numbers) for name, v in items}
     values = [_unflatten(v, tensors, numbers) for v in items]
@@ -210,10 +223,8 @@ _SPECIAL = frozenset({0, 1, -1, 2, -2, 0.5, math.inf, -math.inf})
 
 def example_of(number_class: Any) -> float:
     """A number of a class that `number_class` gave."""
-    if number_class == "nan":
-        return NAN
-    _, value = number_class
-    return (3.0 if value else -3.0) if isinstance(value, bool) else float(value)
+    kind, value = number_class[1:]
+    return float(value) if kind == "value" else {"nan": NAN, "positive": 3.0, "negative": -3.0}[kind]
 
 
 def number_class(value: Number) -> Hashable:
@@ -223,7 +234,7 @@ def number_class(value: Number) -> Hashable:
     numbers) and for signs, so a number may vary only within the classes that traces have shown.
     """
     if value != value:
-        return "nan"
+        return (type(value), "nan", None)
     if value in _SPECIAL:
-        return (type(value), value)
-    return (type(value), value > 0)
+        return (type(value), "value", value)
+    return (type(value), "positive" if value > 0 else "negative", None)

@@ -39,9 +39,9 @@ PASSIVE: frozenset[Callable[..., Any]] = frozenset(
     | _getters("is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "is_ipu", "is_maia", "names")
     | _getters("_backward_hooks", "_post_accumulate_grad_hooks", "output_nr")
     | _methods("dim", "ndimension", "size", "stride", "numel", "nelement", "element_size")
-    | _methods("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg")
+    | _methods("is_contiguous", "is_floating_point", "is_complex", "is_signed")
     | _methods("__len__", "is_inference", "get_device", "has_names", "is_distributed", "is_same_size")
-    | _functions("is_floating_point", "is_complex", "is_conj", "is_neg", "numel", "is_inference", "is_signed")
+    | _functions("is_floating_point", "is_complex", "numel", "is_inference", "is_signed")
     | _functions("get_device", "is_same_size", "result_type", "device")
 )
 
@@ -93,6 +93,8 @@ _SETTERS = ("grad", "data", "requires_grad")
 UNSUPPORTED: frozenset[Callable[..., Any]] = frozenset(
     {getattr(Tensor, n).__set__ for n in dir(Tensor) if n not in _SETTERS and _is_getset(n)}
     | _methods("retain_grad", "register_hook", "register_post_accumulate_grad_hook", "share_memory_")
+    | _methods("tensor_split")
+    | _functions("tensor_split")  # may read indices without an operation
     | _methods("apply_", "map_", "map2_", "__setstate__", "__reduce_ex__", "resize_", "resize_as_", "set_")
 )
 

@@ -110,7 +110,8 @@ class _Builder:
         operations = unify(node.operations, event.operations, candidates)
         if operations is None or not _compatible_outputs(node, event):
             return False
-        alternative = self._alternative(candidate, event, path, trace, refs)
+        tried = dict(refs)
+        alternative = self._alternative(candidate, event, path, trace, tried)
         for known in draft.alternatives:
             if (known.bindings, known.path) == (alternative.bindings, alternative.path):
                 if known.sources != alternative.sources:
@@ -118,6 +119,7 @@ class _Builder:
                 break
         else:
             draft.alternatives.append(alternative)
+        refs.update(tried)
         numbers = unify_slots(node.numbers, event.numbers)
         outputs = tuple(
             replace(a, kept=a.kept or b.kept) for a, b in zip(node.outputs, event.outputs, strict=True)

@@ -115,6 +115,8 @@ def _unify_args(
                 if _exactly(function(c.ours), ours) and _exactly(function(c.theirs), theirs):
                     return FedNumber(c.node, c.slot, name)
         return _UNEXPLAINED
+    if isinstance(ours, complex):
+        return ours if repr(ours) == repr(theirs) else _UNEXPLAINED
     return ours if ours == theirs and ours.__class__ is theirs.__class__ else _UNEXPLAINED
 
 

@@ -401,6 +401,8 @@ class _Lowering:
                 viewed = [e for e in externals if self._class(self.externals[e]) == self._class(register)]
                 if len(viewed) > 1:
                     raise SharedShadow
+                if viewed and meta.dtype != self.metas[viewed[0]].dtype:
+                    raise SharedShadow
                 if viewed:
                     rebased[node, output] = viewed[0], meta.offset - self.metas[viewed[0]].offset
         return rebased
@@ -421,6 +423,7 @@ class _Lowering:
             call = emitted.instruction
             if (
                 isinstance(call, Call)
+                and call.target._schema.returns  # an operation without results is a check
                 and not emitted.writes
                 and not emitted.random
                 and not emitted.defines & alive

@@ -292,6 +292,8 @@ class Recorder(TorchDispatchMode):
             tensor, torch.nn.Parameter
         ):
             raise Untraceable("CX0107", f"{type(tensor).__name__} is a tensor subclass")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise Untraceable("CX0107", "a parameter is not initialized yet")
         if is_transformed(tensor):
             raise Untraceable("CX0102", f"a torch.func transform runs around {functions.name_of(function)}")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -431,6 +433,8 @@ class Recorder(TorchDispatchMode):
         if event.fetch:
             return None
         self._check_frames(event)
+        if torch.Tag.inplace_view in function.tags:
+            raise Untraceable("CX0109", f"{function} changes a tensor's geometry in place")
         if _depends_on_data(function, args):
             event.on_host = f"{function} inside of {self._name()}"
         if event.on_host is not None:
@@ -526,6 +530,9 @@ class Recorder(TorchDispatchMode):
         """The event's name for a tensor that one of its operations reads."""
         if tensor.layout is not torch.strided:
             raise Untraceable("CX0107", f"{function} reads a tensor of layout {tensor.layout}")
+        known = self._known.get(id(tensor))
+        if known is not None and known.reference() is tensor and isinstance(known.binding, External):
+            return self._refer(known.binding)  # others may share its memory, but not in every iteration
         geometry = geometry_of(tensor)
         source = self._memory.value(geometry)
         if source is not None:

@@ -3,6 +3,7 @@
     python -m pipeline plan --profile vgg16.json --machines 4,4 --bandwidth 10e9,1.25e9 --out plan.json
     python -m pipeline validate plan.json
     python -m pipeline simulate plan.json --machines 4,4 --bandwidth 10e9,1.25e9 --picture schedule.png
+    python -m pipeline run charlm --stages 4 --schedule bpipe
 
 Times are seconds, sizes bytes, bandwidths bytes per second, unless an option says otherwise.
 """
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from pipeline.cli import plan, simulate, validate
+from pipeline.cli import plan, run, simulate, validate
 from pipeline.errors import PipelineError
 
 
@@ -30,7 +31,7 @@ class Command(Protocol):
         """Do it, and give the exit status."""
 
 
-COMMANDS: dict[str, Command] = {"plan": plan, "validate": validate, "simulate": simulate}
+COMMANDS: dict[str, Command] = {"plan": plan, "validate": validate, "simulate": simulate, "run": run}
 """The commands by name."""
 
 

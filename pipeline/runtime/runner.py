@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Runner:
-    """One rank of a pipeline. Runs its program once for each call of `run`; `close` ends its thread."""
+    """One rank of a pipeline: a context manager; `run` runs its program once, as often as it is called."""
 
     def __init__(
         self,
@@ -118,6 +118,8 @@ class Runner:
         self._last_use = {
             (a.stage, a.version): i for i, a in enumerate(self._actions) if isinstance(a, Compute)
         }
+        self._received: dict[Message, Tensors] = {}
+        self._accepted: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._sends = Sends()
         self._handlers: dict[type, Callable[[int, Action], Release | None]] = {
             Compute: self._compute,
@@ -132,8 +134,10 @@ class Runner:
         """Bytes of each stage, as measured before the first run."""
         return costs(self.layout, self.specs)
 
-    def close(self) -> None:
-        """End the thread that waits for sends."""
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._sends.close()
 
     def run(self, data: Mapping[int, Sequence[torch.Tensor]]) -> Outcome:
@@ -154,8 +158,6 @@ class Runner:
             self.specs = agree_on_specs(self.layout, self.rank, self.stages, first)
         self._values = Values(self.layout, self.rank, self._actions)
         self._pending: dict[Message | Transfer, Pending] = {}
-        self._received: dict[Message, Tensors] = {}
-        self._accepted: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._losses: dict[tuple[int, int], torch.Tensor] = {}
         for stage in self.stages.values():
             stage.weights.restart()
@@ -166,16 +168,16 @@ class Runner:
         with self._naming(len(self._actions), "waiting for what was sent"):
             self._sends.finish()
         self.runs += 1
-        return Outcome(self._losses, (*trace, self._held_bytes()))
+        return Outcome(self._losses, (*trace, self.held_bytes))
 
     def _step(self, i: int, action: Action) -> int:
         """Do one action; the bytes held while it ran."""
         if self.observer is not None:
             self.observer(i, action)
         self._sends.check()
-        before = self._held_bytes()
+        before = self.held_bytes
         release = self._handlers[type(action)](i, action)
-        held = max(before, self._held_bytes())
+        held = max(before, self.held_bytes)
         if release is not None:
             release()
         return held
@@ -346,7 +348,9 @@ class Runner:
                 f"the stage gave {here}, and {expected} when it was tried; shapes must not change."
             )
 
-    def _held_bytes(self) -> int:
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held now: weights, what is saved for backward, received and not yet used, held for others."""
         return (
             sum(stage.nbytes + stage.weights.nbytes for stage in self.stages.values())
             + sum(t.nbytes for tensors in self._received.values() for t in tensors)

@@ -22,6 +22,7 @@ class Sends:
     def __init__(self) -> None:
         self._queue: SimpleQueue[Pending | Event | None] = SimpleQueue()
         self._failure: RunError | None = None
+        self._closed = False
         self._thread = Thread(target=self._work, name="pipeline-sends", daemon=True)
         self._thread.start()
 
@@ -46,14 +47,16 @@ class Sends:
         self.check()
 
     def close(self) -> None:
-        """End the thread once what it waits for is over."""
+        """End the thread, once the send that it waits for has arrived or its time is over."""
+        self._closed = True
         self._queue.put(None)
+        self._thread.join()
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, Event):
                 item.set()
-            elif self._failure is None:
+            elif self._failure is None and not self._closed:
                 try:
                     item.wait()
                 except RunError as error:

@@ -40,7 +40,8 @@ class SteppedRunner(InterpretedRunner):
 
     def begin(self, program, captured, start):
         self._budget, self._idle, self._free, self._wanted = 0, False, False, None
-        self._ended = False
+        self._ended = self._at_commit = False
+        self.log.append(("begin",))
         super().begin(program, captured, start)
         self._begun = start
         if start:
@@ -80,7 +81,7 @@ class SteppedRunner(InterpretedRunner):
         with self._control:
             self._budget += steps
             self._control.notify_all()
-            self._control.wait_for(lambda: self._budget == 0 or self._idle or self._ended)
+            self._control.wait_for(lambda: self._budget == 0 or self._idle or self._at_commit or self._ended)
             self._budget = 0
 
     # --- the thread ---
@@ -121,7 +122,7 @@ class SteppedRunner(InterpretedRunner):
     def _wait_for_commit(self):
         self._step()
         with self._control:
-            self._idle = True
+            self._at_commit = True
             self._control.notify_all()
         super()._wait_for_commit()
 

@@ -19,17 +19,17 @@ _spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate
 generate = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(generate)
 
-# Lines of torch's own files, and which calls they make, are printed too; without the native module the
-# inductor executor has another reason not to be used.
+# Lines of torch's own files, and which calls they make, are printed too.
 PINNED = re.search(r"^torch==(\S+)", (ROOT / "requirements" / "base.txt").read_text(), re.MULTILINE)[1]
-comparable = torch.__version__.split("+")[0] == PINNED and core is not None
+same_torch = torch.__version__.split("+")[0] == PINNED
 
 
+@pytest.mark.skipif(core is None, reason="the pages show what the native GraphRunner does")
 @pytest.mark.parametrize("page", generate.pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs_and_prints_what_it_says(page):
     text = generate.updated(page)
 
-    if comparable:
+    if same_torch:
         assert text == page.read_text(), "python docs/generate.py brings the page up to date"
 
 

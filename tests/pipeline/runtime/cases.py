@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from pipeline.actions import Action
 from pipeline.program import parse_program
-from pipeline.runtime import Options, Runner
+from pipeline.runtime import Options, Runner, StageModule, checkpoint
 from tests.pipeline.runtime.models import make_data, make_stage
 
 LIMIT = Options(limit_s=20.0)
@@ -23,14 +31,106 @@ def train_with(
     program = parse_program(text)
     layout = program.layout
     stages = {s: make_stage(layout, s, **model) for s in layout.hosted(rank)}
-    runner = Runner(program, stages, options=options)
     losses, held = [], []
-    for run in range(runs):
-        outcome = runner.run(make_data(layout, run))
-        losses.append({key: loss.item() for key, loss in outcome.losses.items()})
-        held.append(outcome.held_bytes)
-    runner.close()
+    with Runner(program, stages, options=options) as runner:
+        for run in range(runs):
+            outcome = runner.run(make_data(layout, run))
+            losses.append({key: loss.item() for key, loss in outcome.losses.items()})
+            held.append(outcome.held_bytes)
     weights = {
         s: {n: p.detach().numpy() for n, p in stage.module.named_parameters()} for s, stage in stages.items()
     }
     return {"losses": losses, "weights": weights, "held": held, "costs": runner.costs}
+
+
+def fail_at(rank: int, text: str, failing: int, index: int, how: str) -> str:
+    """Run a program in which one rank fails before one of its actions; what the others are told.
+
+    `how` is raise, die or hang.
+    """
+    program = parse_program(text)
+    layout = program.layout
+
+    def observer(i: int, action: Action) -> None:
+        if (rank, i) == (failing, index):
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hang":
+                time.sleep(10)
+            raise ValueError("a stage that fails")
+
+    stages = {s: make_stage(layout, s) for s in layout.hosted(rank)}
+    with Runner(program, stages, options=Options(limit_s=3.0), observer=observer) as runner:
+        runner.run(make_data(layout))
+    return "all is well"
+
+
+def disagree(rank: int, texts: list[str], check: bool) -> None:
+    """Each rank has a program of its own."""
+    program = parse_program(texts[rank])
+    layout = program.layout
+    stages = {s: make_stage(layout, s) for s in layout.hosted(rank)}
+    with Runner(program, stages, options=Options(limit_s=3.0, check=check)) as runner:
+        runner.run(make_data(layout))
+
+
+class Large(nn.Module):
+    """Saves 24 MB for each sample, and little else."""
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.1, 1, 3000, dtype=torch.float64))
+        self.last = last
+
+    def forward(self, x):
+        y = (x[..., None] * self.scale).exp().mean(-1)
+        return y.mean() if self.last else y
+
+
+def resident(rank: int, text: str) -> tuple[int, int]:
+    """The most bytes that a rank holds in its second run, and that are resident, more than at its start."""
+    program = parse_program(text)
+    layout = program.layout
+    stages = {s: StageModule(Large(last=not layout.successors[s])) for s in layout.hosted(rank)}
+    points: list[tuple[int, int]] = []
+
+    def observer(index: int, action: Action) -> None:
+        points.append((runner.held_bytes, resident_bytes()))
+
+    with Runner(program, stages, options=LIMIT, observer=observer) as runner:
+        data = {0: [torch.linspace(-1, 1, layout.samples * 1000, dtype=torch.float64).view(-1, 1000)]}
+        runner.run(data)
+        points.clear()
+        runner.run(data)
+    held, here = (max(column) - column[0] for column in zip(*points, strict=True))
+    return held, here
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def resumed(rank: int, text: str, directory: str, runs: int) -> dict[str, Any]:
+    """Go on from the last checkpoint until so many runs are done, with a checkpoint after each."""
+    program = parse_program(text)
+    layout = program.layout
+    stages = {s: make_stage(layout, s, optimizer="adam") for s in layout.hosted(rank)}
+    losses = []
+    with Runner(program, stages, options=LIMIT) as runner:
+        checkpoint.resume(runner, Path(directory))
+        while runner.runs < runs:
+            outcome = runner.run(make_data(layout, runner.runs))
+            losses.append({key: loss.item() for key, loss in outcome.losses.items()})
+            checkpoint.save(runner, Path(directory))
+    return {"losses": losses}
+
+
+def resume_with_seed(rank: int, text: str, directory: str, seed: int) -> None:
+    """Resume with another seed."""
+    program = parse_program(text)
+    layout = program.layout
+    stages = {s: make_stage(layout, s, optimizer="adam") for s in layout.hosted(rank)}
+    with Runner(program, stages, options=Options(seed=seed)) as runner:
+        checkpoint.resume(runner, Path(directory))

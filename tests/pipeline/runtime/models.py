@@ -16,61 +16,69 @@ WIDTH = 6
 class Middle(nn.Module):
     """Adds its activations, of any number of stages; saves views, shared storages and a dropout mask.
 
-    Passes the tokens on, a second output that has no gradient.
+    With `tokens`, each stage gives them as a second output, which has no gradient.
     """
 
-    def __init__(self, *, dropout: float) -> None:
+    def __init__(self, *, dropout: float, tokens: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
+        self.tokens = tokens
 
     def forward(self, *inputs):
-        x, *others = inputs[::2]
+        x, *others = inputs[:: 2 if self.tokens else 1]
         for other in others:
             x = x + other
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        return x + self.dropout(self.out(torch.sigmoid(q) * k.tanh() + v)), inputs[1]
+        y = x + self.dropout(self.out(torch.sigmoid(q) * k.tanh() + v))
+        return (y, inputs[1]) if self.tokens else y
 
 
 class First(nn.Module):
     """Reads tokens."""
 
-    def __init__(self, *, dropout: float) -> None:
+    def __init__(self, **options) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
-        self.middle = Middle(dropout=dropout)
+        self.middle = Middle(**options)
 
     def forward(self, tokens):
-        return self.middle(self.embed(tokens), tokens)
+        x = self.embed(tokens)
+        return self.middle(x, tokens) if self.middle.tokens else self.middle(x)
 
 
 class Last(nn.Module):
-    """Gives the loss against targets, weighted by the tokens that came all the way."""
+    """Gives the loss against targets, weighted by the tokens if they came all the way."""
 
-    def __init__(self, *, dropout: float) -> None:
+    def __init__(self, **options) -> None:
         super().__init__()
-        self.middle = Middle(dropout=dropout)
+        self.middle = Middle(**options)
         self.head = nn.Linear(WIDTH, 11, bias=False)
 
     def forward(self, *inputs):
         *activations, targets = inputs
-        x, tokens = self.middle(*activations)
-        logits = self.head(x * (1 + tokens[..., None] / 10))
+        x = self.middle(*activations)
+        if self.middle.tokens:
+            x, tokens = x
+            x = x * (1 + tokens[..., None] / 10)
+        logits = self.head(x)
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make_stage(layout: Layout, s: int, *, dropout: float = 0.3, optimizer: str = "sgd") -> StageModule:
+def make_stage(
+    layout: Layout, s: int, *, dropout: float = 0.3, tokens: bool = True, optimizer: str = "sgd"
+) -> StageModule:
     """Stage `s` in float64, the same on every rank."""
     with torch.random.fork_rng():
         torch.manual_seed(1000 + s)
         if not layout.predecessors[s]:
-            module: nn.Module = First(dropout=dropout)
+            module: nn.Module = First(dropout=dropout, tokens=tokens)
         elif not layout.successors[s]:
-            module = Last(dropout=dropout)
+            module = Last(dropout=dropout, tokens=tokens)
         else:
-            module = Middle(dropout=dropout)
+            module = Middle(dropout=dropout, tokens=tokens)
     module = module.double()
     if optimizer == "adam":
         return StageModule(module, torch.optim.AdamW(module.parameters(), lr=1e-2))

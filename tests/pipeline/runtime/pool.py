@@ -1,7 +1,8 @@
 """Processes that are started once and run many cases, since starting them takes seconds.
 
 `Pool(4).run("numerics", "1f1b")` runs the function `numerics` of `cases.py` with that argument on each of 4
-ranks, and gives what they return. A case that fails ends the pool's processes; the next one starts new ones.
+ranks, and gives what they return. Each case has a process group of its own, so that one that fails costs the
+next one no more than the processes that died.
 """
 
 from __future__ import annotations
@@ -28,34 +29,44 @@ class RankFailure(Exception):
 
 
 class Pool:
-    """Processes of one gloo world."""
+    """Processes that wait for work."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.processes: list[Any] = []
-        self.pipes: list[Connection] = []
+        self.members: list[tuple[Any, Connection] | None] = [None] * size
+        self.directory = tempfile.TemporaryDirectory()
+        self.cases = 0
 
     def start(self) -> None:
-        if self.processes:
-            return
+        """Start the processes that aren't there, and wait until they are."""
         context = multiprocessing.get_context("spawn")
-        store = tempfile.mkdtemp()
-        for rank in range(self.size):
+        started = [r for r, member in enumerate(self.members) if member is None]
+        for rank in started:
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, store, there), daemon=True)
+            process = context.Process(target=_work, args=(rank, self.size, there), daemon=True)
             process.start()
             there.close()
-            self.processes.append(process)
-            self.pipes.append(here)
+            self.members[rank] = process, here
+        for rank in started:
+            _, pipe = self.members[rank]
+            assert pipe.poll(LIMIT_S)
+            pipe.recv()
 
     def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-        for pipe in self.pipes:
-            pipe.close()
-        self.processes, self.pipes = [], []
+        for rank in range(self.size):
+            self._end(rank)
+        self.directory.cleanup()
+
+    def _end(self, rank: int) -> int | None:
+        member, self.members[rank] = self.members[rank], None
+        if member is None:
+            return None
+        process, pipe = member
+        process.join(1)
+        process.kill()
+        process.join()
+        pipe.close()
+        return process.exitcode
 
     def run(self, case: str, *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
         """What the case returns on each rank.
@@ -64,50 +75,54 @@ class Pool:
             RankFailure: Some rank raised, died or took too long.
         """
         self.start()
-        for pipe in self.pipes:
-            pipe.send((case, arguments))
+        self.cases += 1
+        store = str(Path(self.directory.name) / str(self.cases))
+        for _, pipe in self.members:
+            pipe.send((store, case, arguments))
         results: list[Any] = [None] * self.size
         errors: dict[int, str] = {}
-        for rank, pipe in enumerate(self.pipes):
+        for rank, (_, pipe) in enumerate(self.members):
             try:
-                if not pipe.poll(limit_s):
-                    errors[rank] = f"nothing within {limit_s} s"
-                    continue
-                good, value = pipe.recv()
+                if pipe.poll(limit_s):
+                    good, value = pipe.recv()
+                else:
+                    good, value = False, f"nothing within {limit_s} s"
+                    self._end(rank)
             except (EOFError, ConnectionError):
-                self.processes[rank].join(5)
-                errors[rank] = f"died, exit code {self.processes[rank].exitcode}"
-                continue
+                good, value = False, f"died, exit code {self._end(rank)}"
             if good:
                 results[rank] = value
             else:
                 errors[rank] = value
         if errors:
-            self.stop()
             raise RankFailure(errors)
         return results
 
 
-def _work(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _work(rank: int, size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     from tests.pipeline.runtime import cases
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(store) / 'store'}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=LIMIT_S / 2),
-    )
+    pipe.send("ready")
     while True:
         try:
-            case, arguments = pipe.recv()
+            store, case, arguments = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=LIMIT_S / 2),
+            )
             pipe.send((True, getattr(cases, case)(rank, *arguments)))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

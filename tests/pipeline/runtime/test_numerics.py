@@ -83,7 +83,8 @@ def test_a_schedule_gives_the_bits_of_one_process(name, four):
     program = add_communication(SAME_ORDER[name])
     results = four.run("train", str(program), RUNS)
     losses, weights = single_process(program, RUNS)
-    assert merged(results, RUNS) == losses and all(np.isfinite(list(run.values())).all() for run in losses)
+    assert merged(results, RUNS) == losses
+    assert all(np.isfinite(list(run.values())).all() for run in losses)
     for result in results:
         assert all(difference == 0 for *_, difference in differences(result, weights))
 

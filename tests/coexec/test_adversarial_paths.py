@@ -1,0 +1,224 @@
+"""Paths that part and meet again: what a node reads depends on the way that led to it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.coexec.harness import coexecuted, compare, linear, nothing, train, weights
+
+
+def silent(reason):
+    return pytest.mark.xfail(strict=True, reason=f"silent wrong result: {reason}")
+
+
+SAME = "after a call that returns the same memory, two nodes differ only in what they read: the first is taken"
+
+
+@silent(SAME)
+def test_a_detached_result_of_either_branch_is_an_optional_argument():
+    def step(s, k, tape):
+        x, w, b = torch.randn(1, 1, 4), torch.randn(1, 1, 2), torch.randn(1)
+        with tape():
+            b = b * 2 if k % 2 else b - 1
+            return F.conv1d(x, w, b.detach())
+
+    compare(nothing, step, 10)
+
+
+@pytest.mark.xfail(strict=True, reason=SAME)
+def test_a_detached_result_of_either_branch_is_looked_at():
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            x = x * 2 if k % 2 else x - 1
+            print(x.detach().numpy())
+
+    compare(nothing, step, 10)
+
+
+@pytest.mark.xfail(strict=True, reason=SAME)
+def test_a_detached_result_of_either_branch_is_computed_with():
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            x = x * 2 if k % 2 else x - 1
+            return x.detach() + 1
+
+    report = compare(nothing, step, 12)
+
+    assert coexecuted(report)
+    assert report.fallbacks <= 2
+
+
+def test_branches_meet_in_every_kind_of_node(compared):
+    def step(s, k, tape):
+        x = torch.randn(3, 3)
+        with tape():
+            if k % 2:
+                y = x * 2
+            else:
+                y = x.exp()
+            view = y.view(9)
+            view.add_(1)
+            print(y.sum())
+            z = torch.cat([y, x])
+            y.mul_(3)
+        return y, view, z
+
+    assert coexecuted(compared(nothing, step, 12), 6)
+
+
+def test_an_input_is_fed_or_computed(compared):
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            y = x if k % 3 else x * 2
+            z = y + 1
+            y.add_(5)
+            print(z)
+        return x, y, z
+
+    assert coexecuted(compared(nothing, step, 12), 5)
+
+
+def test_a_parameter_of_two_is_used(compared):
+    def step(s, k, tape):
+        with tape():
+            w = s.a if k % 2 else s.b
+            s.a.grad = s.b.grad = None
+            w.exp().sum().backward()
+            with torch.no_grad():
+                w -= 0.1 * w.grad
+
+    assert coexecuted(compared(weights("a", "b"), step, 12), 6)
+
+
+def test_a_parameter_that_only_some_iterations_use(compared):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            h = s.model(x)
+            if k % 3 == 1:
+                h = h * s.gain
+            s.gain.grad = None
+            train(s, h.pow(2).mean())
+
+    def make():
+        s = linear()
+        s.gain = torch.nn.Parameter(torch.ones(3))
+        return s
+
+    assert coexecuted(compared(make, step, 14), 6)
+
+
+def test_a_state_is_written_on_one_path_only(compared):
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            if k % 2:
+                s.state.add_(x)
+                print(s.state)
+            y = s.state * 2
+        return y
+
+    assert coexecuted(compared(lambda: SimpleNamespace(state=torch.zeros(3)), step, 12), 6)
+
+
+def test_an_input_is_written_on_one_path_only(compared):
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            if k % 2:
+                x.add_(1)
+                print(x)
+            y = x * 2
+        return x, y
+
+    assert coexecuted(compared(nothing, step, 12), 6)
+
+
+def test_an_iteration_ends_at_any_place(compared):
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            x.add_(1)
+            if k % 4 == 1:
+                return x
+            y = x * 2
+            if k % 4 == 2:
+                return y
+            print(y.sum())
+            s.state.add_(y)
+        return y
+
+    assert coexecuted(compared(lambda: SimpleNamespace(state=torch.zeros(3)), step, 20), 8)
+
+
+def test_an_empty_block(compared):
+    def step(s, k, tape):
+        with tape():
+            pass
+
+    compared(nothing, step, 6)
+
+
+def test_a_block_without_torch_calls_in_some_iterations(compared):
+    def step(s, k, tape):
+        with tape():
+            if k % 2:
+                s.state.add_(1)
+
+    assert coexecuted(compared(lambda: SimpleNamespace(state=torch.zeros(3)), step, 10), 4)
+
+
+def test_one_line_called_from_several_places(compared):
+    def step(s, k, tape):
+        def twice(x):
+            return x * 2
+
+        x = torch.randn(3)
+        with tape():
+            y = twice(twice(x) + 1)
+            if k % 3:
+                y = twice(y)
+            for _ in range(2 + k % 2):
+                y = twice(y) - 1
+        return y
+
+    assert coexecuted(compared(nothing, step, 16), 6)
+
+
+def test_dropping_and_keeping_take_turns(compared):
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            y = x * 2
+            z = y + 1
+            if k % 2:
+                del y
+                y = None
+        return y, z
+
+    assert coexecuted(compared(nothing, step, 12), 6)
+
+
+def test_more_paths_than_are_worth_it_are_left_to_eager():
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            for bit in range(7):
+                x = x * 2 if k >> bit & 1 else x.exp().clamp(max=3.0)
+                if k == bit:
+                    x = x + 1
+            loss = (x * s.w).sum()
+            s.w.grad = None
+            loss.backward()
+
+    report = compare(weights("w"), step, 70)
+
+    assert report.phase == "eager"
+    assert report.eager_cause.startswith(("CX0116", "CX0117"))

@@ -1,0 +1,158 @@
+"""Schedules of random accesses, executed on simulated memory, equal program order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coexec.tracegraph.hazards import Access, schedule
+from coexec.tracegraph.hoist import Movable, early
+
+EXTERNAL = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An access, and the memory of the register it defines: of its own, or of one that it uses."""
+
+    access: Access
+    memory: int | None
+
+
+@st.composite
+def programs(draw, fetches=True):
+    memory_of = {100 + m: m for m in EXTERNAL}  # registers of the external tensors
+    steps = []
+    for number in range(draw(st.integers(1, 10))):
+        used = draw(st.sets(st.sampled_from(sorted(memory_of)), max_size=3))
+        fetch = fetches and bool(used) and draw(st.integers(0, 4)) == 0
+        reads = {memory_of[u] for u in used}
+        writes, defined, memory = set(), set(), None
+        if not fetch:
+            writes = draw(st.sets(st.sampled_from(sorted(reads)), max_size=2)) if reads else set()
+            if draw(st.booleans()):
+                memory = draw(st.sampled_from([10 + number, *sorted(reads)]))
+                memory_of[number] = memory
+                defined = {number}
+        access = Access(frozenset(reads), frozenset(writes), frozenset(used), frozenset(defined), immediate=fetch)
+        steps.append(Step(access, memory))
+    return tuple(steps)
+
+
+def execute(steps, order, memory):
+    """Runs steps in an order; returns what each computed from what it read."""
+    seen = {}
+    for i in order:
+        access = steps[i].access
+        value = seen[i] = (i, tuple((m, memory.get(m)) for m in sorted(access.reads)))
+        for m in access.writes:
+            memory[m] = ("written", i, value)
+        if access.defines and steps[i].memory not in access.reads:
+            memory[steps[i].memory] = ("made", i, value)
+    return seen
+
+
+def memory_before():
+    return {m: ("before", m) for m in EXTERNAL}
+
+
+def renamed(step, shadow):
+    """The step on shadows instead of the external memory."""
+
+    def name(memory):
+        return frozenset(shadow.get(m, m) for m in memory)
+
+    a = step.access
+    return Step(replace(a, reads=name(a.reads), writes=name(a.writes)), shadow.get(step.memory, step.memory))
+
+
+def plain(value, names):
+    """A value that was computed on shadows, with the names of the external memory."""
+    if isinstance(value, tuple):
+        return tuple(plain(v, names) for v in value)
+    return names.get(value, value) if isinstance(value, int) else value
+
+
+@given(programs(), st.booleans())
+@settings(max_examples=300)
+def test_executing_a_schedule_equals_program_order(steps, defer):
+    expected_memory = memory_before()
+    expected = execute(steps, range(len(steps)), expected_memory)
+
+    plan = schedule([s.access for s in steps], frozenset(EXTERNAL), defer=defer)
+
+    shadow = {m: 1000 + m for m in plan.shadowed}
+    names = {1000 + m: m for m in plan.shadowed}
+    memory = memory_before()
+    memory |= {shadow[m]: memory[m] for m in plan.shadowed}
+    mine = [renamed(s, shadow) for s in steps]
+    now = [i for i, d in enumerate(plan.deferred) if not d]
+    later = [i for i, d in enumerate(plan.deferred) if d]
+    seen = execute(mine, now, memory)
+    assert {m: memory[m] for m in EXTERNAL} == memory_before(), "nothing external is written before the commit"
+    seen |= execute(mine, later, memory)
+    memory |= {m: memory[shadow[m]] for m in plan.shadowed}
+
+    assert not any(plan.deferred[i] for i, s in enumerate(steps) if s.access.immediate)
+    assert defer or not later
+    assert plain(dict_items(seen), names) == dict_items(expected)
+    assert plain(dict_items({m: memory[m] for m in EXTERNAL}), names) == dict_items(
+        {m: expected_memory[m] for m in EXTERNAL}
+    )
+
+
+def dict_items(mapping):
+    return tuple(sorted((k, _sorted(v)) for k, v in mapping.items()))
+
+
+def _sorted(value):
+    return value
+
+
+@given(programs())
+def test_nothing_is_shadowed_that_nothing_writes(steps):
+    plan = schedule([s.access for s in steps], frozenset(EXTERNAL))
+
+    assert plan.shadowed <= {m for s in steps for m in s.access.writes}
+
+
+def test_a_program_that_looks_at_nothing_needs_no_shadow():
+    write = Access(frozenset({0}), frozenset({0}), frozenset({100}), frozenset())
+    read = Access(frozenset({0}), frozenset(), frozenset({100}), frozenset({1}))
+
+    plan = schedule([read, write, read], frozenset({0}))
+
+    assert plan.shadowed == frozenset()
+    assert plan.deferred == (False, True, True)
+
+
+def test_a_value_that_depends_on_a_write_is_looked_at_through_a_shadow():
+    write = Access(frozenset({0}), frozenset({0}), frozenset({100}), frozenset())
+    fetch = Access(frozenset({0}), frozenset(), frozenset({100}), frozenset(), immediate=True)
+
+    plan = schedule([write, fetch], frozenset({0}))
+
+    assert plan == type(plan)((False, False), frozenset({0}))
+
+
+@given(programs(), st.data())
+@settings(max_examples=300)
+def test_running_what_is_looked_at_early_first_equals_program_order(steps, data):
+    movable = [
+        Movable(s.access, allowed=data.draw(st.booleans()), fetch=s.access.immediate) for s in steps
+    ]
+
+    first = early(movable, frozenset({100, 101}))
+
+    assert first == sorted(set(first))
+    assert all(movable[i].allowed for i in first)
+    rest = [i for i in range(len(steps)) if i not in first]
+    mine, theirs = memory_before(), memory_before()
+    assert execute(steps, [*first, *rest], mine) == execute(steps, range(len(steps)), theirs)
+    assert mine == theirs
+    known = {100, 101}
+    for i in first:
+        assert steps[i].access.uses <= known
+        known |= steps[i].access.defines
