@@ -77,8 +77,16 @@ def leave(mode: Any) -> None:
     mode.__exit__(None, None, None)
 
 
+#: While entered, operations run below autograd, whatever the grad mode.
+BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
+
 #: While entered, operations pass no dispatch mode.
 WithoutModes: Any = torch._C._DisableTorchDispatch
+
+
+def is_exposed(tensor: torch.Tensor) -> bool:
+    """Whether the memory may be known to NumPy, or to something else than PyTorch."""
+    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
 def is_exclusive(tensor: torch.Tensor) -> bool:

@@ -81,7 +81,6 @@ REASONS = _registry(
     Reason(
         "CX0201", "a block runs by the aten executor", "Results are right; only the compiler is not used."
     ),
-    Reason("CX0120", "mode is eager", "Asked for by the options."),
 )
 
 

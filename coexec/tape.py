@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from coexec._private import enter, foreign_modes, leave
+from coexec.block_watch import BlockWatch
 from coexec.errors import CommitError, TapeError
 from coexec.location import describe
 from coexec.options import Options, options
 from coexec.program_state import Phase, ProgramState
 from coexec.programs import state_of
-from coexec.random_watch import RandomWatch
 from coexec.reasons import Cause, cause
 from coexec.runners.fallback import replay
 from coexec.runners.pending import Pending, guardable, settle_all
@@ -155,12 +155,14 @@ class _TracingSession(_Session):
         super().__init__(state)
         self.recorder = Recorder(state.identities)
         self.mode = TracingMode(self.recorder, frame)
-        self._watch = RandomWatch(
-            lambda name: self.recorder.fail("CX0118", f"the default generator's {name}")
-        )
+        self._watch = BlockWatch(self._called)
         enter(self._watch)
         enter(self.mode)
         enter(self.recorder)
+
+    def _called(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if not arguments:
+            self.recorder.fail("CX0118", name)
 
     def end(self, error: BaseException | None) -> None:
         leave(self.recorder)
@@ -197,16 +199,22 @@ class _CoexecutionSession(_Session):
             lazy=options.mode == "lazy",
             exclusive=self._asynchronous,
         )
-        self._watch = RandomWatch(self._random_state_touched)
+        self._watch = BlockWatch(self._called)
         enter(self._watch)
         enter(self.runner)
 
-    def _random_state_touched(self, name: str) -> None:
-        detail = f"the default generator's {name}"
+    def _called(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Python is about to do something that no torch function shows."""
+        if not arguments:
+            self._give_up(Mismatch("CX0118", name))
+            assert self._recorder is not None
+            self._recorder.fail("CX0118", name)
+        elif self.runner.holds_symbol(arguments):
+            self._give_up(Mismatch("CX0102", name))
+
+    def _give_up(self, mismatch: Mismatch) -> None:
         if not self.runner.fell_back:
-            self.runner.fall_back(Mismatch("CX0118", detail))
-        assert self._recorder is not None
-        self._recorder.fail("CX0118", detail)
+            self.runner.fall_back(mismatch)
 
     def _on_mismatch(self, runner: PythonRunner, mismatch: Mismatch) -> Any:
         """Becomes a tracing session in the middle of the iteration."""
@@ -236,7 +244,7 @@ class _CoexecutionSession(_Session):
                     raise Mismatch("CX0002", type(error).__name__)
                 self.runner.validate()
         except Mismatch as mismatch:
-            self.runner.fall_back(mismatch)
+            self._fall_back(mismatch)
         if self._recorder is not None:
             if error is not None:
                 self._recorder.fail("CX0002", type(error).__name__)
@@ -246,6 +254,17 @@ class _CoexecutionSession(_Session):
             pending.guard([*self.runner.bound(), *self.runner.held()])
         else:
             self._finish()
+
+    def _fall_back(self, mismatch: Mismatch) -> None:
+        """Makes the iteration eager after its end; what eager execution raises is raised here."""
+        try:
+            self.runner.fall_back(mismatch)
+        except BaseException:
+            self.state.running = False
+            self.state.steps["fallback"] += 1
+            if self._cause is not None:
+                self.state.note(self._cause)
+            raise
 
     def _may_go_on(self) -> bool:
         """Whether Python can leave the block before the GraphRunner is done."""
@@ -258,7 +277,7 @@ class _CoexecutionSession(_Session):
         try:
             self.runner.complete()
         except Mismatch as mismatch:
-            self.runner.fall_back(mismatch)
+            self._fall_back(mismatch)
         except RuntimeError as e:
             raise CommitError(f"{e}; parameters may be half updated") from e
         finally:

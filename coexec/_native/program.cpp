@@ -89,6 +89,8 @@ Instruction parse_instruction(const py::dict& d) {
   out.when = static_cast<When>(d["when"].cast<int>());
   out.outs = d["outs"].cast<std::vector<int64_t>>();
   out.ins = d["ins"].cast<std::vector<int64_t>>();
+  out.grad_mode = d["grad_mode"].cast<bool>();
+  out.shapes = d["shapes"].cast<std::vector<std::optional<std::vector<int64_t>>>>();
   out.slot = d["slot"].cast<int64_t>();
   out.copy = d["copy"].cast<bool>();
   out.targets = d["targets"].cast<std::vector<int64_t>>();

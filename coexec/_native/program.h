@@ -38,6 +38,8 @@ struct Instruction {
   When when = When::Now;                 // Call
   std::optional<c10::OperatorHandle> op; // Call
   std::vector<Argument> arguments;       // Call
+  bool grad_mode = false;                // Call: some kernels look at it
+  std::vector<std::optional<std::vector<int64_t>>> shapes;  // Call: what results have to have
   std::vector<int64_t> outs;             // Call, Feed, Move, Compiled: registers, -1 = dropped
   std::vector<int64_t> ins;              // Fetch, Move, Compiled
   int64_t slot = 0;                      // Fetch

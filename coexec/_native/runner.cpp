@@ -349,6 +349,7 @@ void Runner::call(const Instruction& instruction) {
   stack.reserve(instruction.arguments.size());
   for (const Argument& argument : instruction.arguments) stack.push_back(argument.resolve(registers_));
   try {
+    at::AutoGradMode grad_mode(instruction.grad_mode);
     instruction.op->callBoxed(stack);
   } catch (const Cancelled&) {
     throw;
@@ -366,7 +367,14 @@ void Runner::call(const Instruction& instruction) {
   TORCH_CHECK(results.size() == instruction.outs.size(), instruction.op->schema().name(), " (from ", instruction.where,
               ") returned ", results.size(), " values where ", instruction.outs.size(), " were recorded");
   for (size_t i = 0; i < results.size(); ++i) {
-    if (instruction.outs[i] >= 0) registers_[instruction.outs[i]] = std::move(results[i]);
+    if (instruction.outs[i] < 0) continue;
+    if (i < instruction.shapes.size() && instruction.shapes[i] && results[i].isTensor()) {
+      // A value that decides about a shape would show here, and nowhere else.
+      TORCH_CHECK(results[i].toTensor().sizes() == at::IntArrayRef(*instruction.shapes[i]),
+                  instruction.op->schema().name(), " (from ", instruction.where, ") gave shape ",
+                  results[i].toTensor().sizes(), " where traces had ", at::IntArrayRef(*instruction.shapes[i]));
+    }
+    registers_[instruction.outs[i]] = std::move(results[i]);
   }
 }
 

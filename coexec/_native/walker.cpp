@@ -333,7 +333,10 @@ class Walker {
         if (!equal(meta.ptr(), node.metas[i].python.ptr())) return false;
         found_.push_back(py::handle(symbol).attr(names_.binding));
       } else {
-        if (!node.metas[i].fits(THPVariable_Unpack(tensor))) return false;
+        if (!THPVariable_CheckExact(tensor)) return false;
+        const at::Tensor& external = THPVariable_Unpack(tensor);
+        if (!node.metas[i].fits(external)) return false;
+        if (external.is_cpu() && !external.storage().resizable()) return false;  // NumPy may write to it
         PyObject* known = lookup(externals_, tensor);
         found_.push_back(known ? py::reinterpret_borrow<py::object>(known) : py::none());
       }
@@ -405,8 +408,7 @@ class Walker {
     }
     for (const FeedPlan& feed : alternative.feeds) {
       at::Tensor tensor = THPVariable_Unpack(arguments_.tensors[feed.argument]);
-      bool shared = !tensor.storage().resizable() && tensor.device().is_cpu();  // NumPy may see it
-      if (!feed.written && (shared || (exclusive_ && tensor.storage().use_count() > 1))) {
+      if (!feed.written && exclusive_ && tensor.storage().use_count() > 1) {
         tensor = tensor.detach().clone();
       }
       if (feed.late) {

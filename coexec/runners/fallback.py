@@ -36,6 +36,7 @@ def replay(runner: PythonRunner, event: Any) -> None:
     runner.restore_random_state()
     it = runner.iteration
     exposed = [r.exposure for r in it.records if isinstance(r, EventRecord) and r.exposure is not None]
+    exposed += it.inputs.values()
     written = [e.memory.clone() for e in exposed]
     for exposure in exposed:
         exposure.memory.copy_(exposure.contents)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from coexec._private import BelowAutograd
 from coexec.location import describe
 from coexec.tracegraph.program import (
     Call,
@@ -131,7 +132,7 @@ class InterpretedRunner:
         torch.set_num_threads(self._num_threads)
         began, stalled = time.perf_counter(), self._stall_s
         try:
-            with torch.no_grad():
+            with torch._C.DisableTorchFunction(), BelowAutograd():
                 self._execute()
         except Cancelled:
             pass
@@ -208,6 +209,7 @@ class InterpretedRunner:
         if call.when is When.COMMIT_LAST and self._values[call.args[0].index] is None:
             return  # the tensor was not bound on this path
         try:
+            torch.set_grad_enabled(call.grad_mode)
             returned = call.target(
                 *(self._resolve(a) for a in call.args[: _positional(call)]), **self._keywords(call)
             )
@@ -217,8 +219,13 @@ class InterpretedRunner:
             ) from e
         if not any(o is not None for o in call.outs):
             return
-        for out, value in zip(call.outs, _flat(returned), strict=True):
+        for out, value, shape in zip(call.outs, _flat(returned), call.shapes or call.outs, strict=True):
             if out is not None:
+                if isinstance(shape, tuple) and tuple(value.shape) != shape:
+                    raise RuntimeError(
+                        f"{call.target} (from {describe(call.location)}) gave shape {tuple(value.shape)} "
+                        f"where traces had {shape}"
+                    )
                 self._values[out] = value
 
     def _keywords(self, call: Call) -> dict[str, Any]:

@@ -81,6 +81,8 @@ def _encode(instruction: Instruction) -> dict[str, Any]:
         "release": list(instruction.release),
         "where": "",
         "slot": 0,
+        "grad_mode": False,
+        "shapes": [],
         "copy": False,
     }
     match instruction:
@@ -92,6 +94,8 @@ def _encode(instruction: Instruction) -> dict[str, Any]:
                 "arguments": [_encode_argument(a) for a in instruction.args],
                 "outs": _or_minus_one(instruction.outs),
                 "when": int(instruction.when),
+                "grad_mode": instruction.grad_mode,
+                "shapes": [None if s is None else list(s) for s in instruction.shapes],
                 "where": describe(instruction.location),
             }
         case Feed():

@@ -67,20 +67,21 @@ class Guard(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(self._is_placeholder(t) for t in _tensors((args, kwargs))):
+        if any(self._is_placeholder(t) for t in tensors_in((args, kwargs))):
             self._give_up(function)
         return function(*args, **(kwargs or {}))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of a call."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for v in value:
-            yield from _tensors(v)
+            yield from tensors_in(v)
     elif isinstance(value, dict):
         for v in value.values():
-            yield from _tensors(v)
+            yield from tensors_in(v)
 
 
 def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch.Tensor:

@@ -21,19 +21,26 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from coexec._private import WithoutModes, enter, is_exclusive, leave
+from coexec._private import WithoutModes, enter, is_exclusive, is_exposed, leave
 from coexec.location import locate
 from coexec.runners import random_state
 from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.native import NativeRunner
-from coexec.runners.placeholder import Guard, Symbol, dressed, make_placeholder, realize
+from coexec.runners.placeholder import (
+    Guard,
+    Symbol,
+    dressed,
+    make_placeholder,
+    realize,
+    tensors_in,
+)
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
 from coexec.runners.skeleton import Skeleton, numbers_fit
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.exposed import Exposure, expose
-from coexec.tracegraph.graph import END, START, Captured, Fed, Node, NodeBinding
-from coexec.tracegraph.numbers import TRANSFORMS
+from coexec.tracegraph.graph import END, START, Alternative, Captured, Fed, Node, NodeBinding
+from coexec.tracegraph.numbers import TRANSFORMS, same_number
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
 
 
@@ -62,6 +69,7 @@ class Iteration:
     grads: dict[int, tuple[Token, Token]] = field(default_factory=dict)  # by id of the leaf
     exposed: list[Exposure] = field(default_factory=list)
     checked: int = -1  # fed tensors when memory was last compared
+    inputs: dict[int, Exposure] = field(default_factory=dict)  # by id, on memory that NumPy may know
     alive: list[Produced] = field(default_factory=list)  # held by the program at the end
     location: int = -1
 
@@ -102,6 +110,7 @@ class PythonRunner(TorchFunctionMode):
         self.exclusive = exclusive and all(is_exclusive(t) for t in bound)
         self.graph_runner.begin(skeleton.program, bound, not lazy)
         self._walker: Any = None
+        self.exclusive = self.exclusive and isinstance(graph_runner, NativeRunner)
         if isinstance(graph_runner, NativeRunner):
             self._walker = skeleton.walker
             self._walker.begin(self.iteration, graph_runner.core, outermost, exclusive)
@@ -140,6 +149,10 @@ class PythonRunner(TorchFunctionMode):
         self._let_go()
         with torch._C.DisableTorchFunction():
             self._eager = self._on_mismatch(self, mismatch)
+
+    def holds_symbol(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether a placeholder is among the arguments of a call."""
+        return any(id(t) in self.iteration.symbols for t in tensors_in(arguments))
 
     @property
     def fell_back(self) -> bool:
@@ -183,7 +196,7 @@ class PythonRunner(TorchFunctionMode):
             self.iteration.records.append(FlagRecord(args[0], before, args[0].requires_grad))
             return returned
         tensors, numbers, key = calls.flatten(args, kwargs)
-        if functions.makes_data(function, bool(tensors)):
+        if functions.is_data(function, tensors, key):
             return function(*args, **kwargs)
         return self._event(function, tensors, numbers, key, location)
 
@@ -200,6 +213,8 @@ class PythonRunner(TorchFunctionMode):
         it = self.iteration
         if it.exposed:
             self._check_exposed()
+        if it.inputs:
+            self._check_inputs(tensors)
         state = ambient(own_modes=1)
         metas = tuple([self._meta(t) for t in tensors])
         whole_key = (key, state, metas)
@@ -209,7 +224,7 @@ class PythonRunner(TorchFunctionMode):
                 continue
             nearest = node
             if node.key == whole_key and numbers_fit(node, numbers):
-                chosen = self._alternative(node, tensors)
+                chosen = self._alternative(node, tensors, numbers)
                 if chosen is not None:
                     index, implicit = chosen
                     return self._take(node, index, tensors, implicit, numbers, key, state, location)
@@ -223,13 +238,24 @@ class PythonRunner(TorchFunctionMode):
             if any(e.written for e in exposed):
                 raise Mismatch("CX0114", "an array that shares memory with a tensor was written")
 
-    def _alternative(self, node: Node, tensors: list[torch.Tensor]) -> tuple[int, list[Token]] | None:
+    def _check_inputs(self, tensors: list[torch.Tensor]) -> None:
+        """What was fed of an array has to be in it still when the array is used again."""
+        with WithoutModes():
+            used = [self.iteration.inputs.get(id(t)) for t in tensors]
+            if any(e is not None and e.written for e in used):
+                raise Mismatch("CX0114", "an array that a tensor was made of was written")
+
+    def _alternative(
+        self, node: Node, tensors: list[torch.Tensor], numbers: list[Number]
+    ) -> tuple[int, list[Token]] | None:
         new: dict[int, Fed] = {}
         bindings = tuple([self._binding(t, node, i, new) for i, t in enumerate(tensors)])
         for index, alternative in enumerate(node.alternatives):
             if alternative.bindings[: len(bindings)] != bindings:
                 continue
             if alternative.path is not None and alternative.path != tuple(self.iteration.path):
+                continue
+            if not self._numbers_agree(node, alternative, numbers):
                 continue
             if not node.implicit_metas:
                 return index, []
@@ -247,6 +273,23 @@ class PythonRunner(TorchFunctionMode):
         if tensor.layout is not torch.strided:
             raise Mismatch("CX0107", f"a tensor has layout {tensor.layout}")
         return calls.meta_of(tensor)
+
+    def _numbers_agree(self, node: Node, alternative: Alternative, numbers: list[Number]) -> bool:
+        """Numbers that were the same in every trace have to be the same in this iteration."""
+        agreements = self.skeleton.agreements.get(node.id)
+        if not agreements and not alternative.pins:
+            return True
+        values = {node.id: numbers}
+        for record in self.iteration.records:
+            if isinstance(record, EventRecord):
+                values[record.node.id] = record.numbers
+        if any(not same_number(values[n][slot], value) for n, slot, value in alternative.pins):
+            return False
+        for origins in agreements or ():
+            fed = [TRANSFORMS[o.transform](values[o.node][o.slot]) for o in origins]
+            if any(f.__class__ is not fed[0].__class__ or not same_number(f, fed[0]) for f in fed[1:]):
+                return False
+        return True
 
     def _binding(self, tensor: torch.Tensor, node: Node, argument: int, new: dict[int, Fed]) -> NodeBinding:
         symbol = self.iteration.symbols.get(id(tensor))
@@ -344,11 +387,13 @@ class PythonRunner(TorchFunctionMode):
     def _unshared(self, token: Token, written: bool) -> torch.Tensor:
         """The tensor to feed: a copy where somebody could write to its memory before it is read."""
         assert isinstance(token, torch.Tensor)
+        if is_exposed(token):
+            self.iteration.inputs[id(token)] = exposure = expose(token, token)
+            return token if written else exposure.contents
         if written:
             self.exclusive = self.exclusive and is_exclusive(token)
             return token
-        shared = token.device.type == "cpu" and not token.untyped_storage().resizable()  # NumPy may see it
-        return token.detach().clone() if shared or (self.exclusive and not is_exclusive(token)) else token
+        return token.detach().clone() if self.exclusive and not is_exclusive(token) else token
 
     def _results(self, node: Node, tensors: list[torch.Tensor], tokens: list[Token]) -> Any:
         it = self.iteration
@@ -427,6 +472,9 @@ class PythonRunner(TorchFunctionMode):
             Mismatch: if the iteration is not one of the graph's.
         """
         it, graph = self.iteration, self.skeleton.graph
+        if it.records:
+            last = it.records[-1]
+            it.location = last.location if isinstance(last, EventRecord) else it.location
         if END not in graph.edges.get(it.at, ()):
             raise Mismatch("CX0001", "the iteration ended earlier than any trace")
         for message in self.skeleton.program.edges.get((it.at, END), ()):

@@ -14,9 +14,9 @@ import torch
 from coexec.runners.random_state import generators_of
 from coexec.runners.walker import make_walker
 from coexec.tracegraph.calls import number_class
-from coexec.tracegraph.graph import END, Captured, Node, TraceGraph
+from coexec.tracegraph.graph import END, Captured, Node, NumberOrigin, TraceGraph
 from coexec.tracegraph.interning import Interner, captured_of, interned, outputs_of
-from coexec.tracegraph.numbers import same_number
+from coexec.tracegraph.numbers import fed_numbers, same_number
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.trace import Number, Produced
 
@@ -32,6 +32,7 @@ class Skeleton:
         generators: the random number generators that the program draws from.
         outputs: the binding of each node's outputs.
         captured: the binding of each captured tensor.
+        agreements: for each node, numbers that have to agree because traces cannot tell them apart.
         walker: the native hot path, None where there is none.
     """
 
@@ -41,6 +42,7 @@ class Skeleton:
     generators: tuple[torch.Generator, ...]
     outputs: tuple[tuple[Produced, ...], ...]
     captured: tuple[Captured, ...]
+    agreements: dict[int, tuple[tuple[NumberOrigin, ...], ...]]
     walker: Any
 
 
@@ -52,10 +54,16 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
         source: tuple(graph.nodes[t] for t in targets if t != END) for source, targets in graph.edges.items()
     }
     outputs = outputs_of(graph, one)
-    walker = make_walker(graph, program, children, outputs)
-    return Skeleton(
-        graph, program, children, generators_of(program), outputs, captured_of(graph, one), walker
-    )
+    agreements = {n.id: found for n in graph.nodes if (found := _agreements(n))}
+    walker = make_walker(graph, program, children, outputs, agreements)
+    generators = generators_of(program)
+    captured = captured_of(graph, one)
+    return Skeleton(graph, program, children, generators, outputs, captured, agreements, walker)
+
+
+def _agreements(node: Node) -> tuple[tuple[NumberOrigin, ...], ...]:
+    fed = {f.origins for o in node.operations for f in fed_numbers(o.args)}
+    return tuple(origins for origins in fed if len(origins) > 1)
 
 
 def numbers_fit(node: Node, numbers: list[Number]) -> bool:

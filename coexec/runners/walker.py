@@ -6,7 +6,7 @@ Out: a `Walker` whose `step` answers the simple events; None where the native mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -36,19 +36,23 @@ def make_walker(
     program: Program,
     children: Mapping[int, tuple[Node, ...]],
     outputs: tuple[tuple[Produced, ...], ...],
+    special: Container[int],
 ) -> Any:
-    """A native walker for a graph; `outputs` are the interned bindings of its nodes' outputs."""
+    """A native walker for a graph; `outputs` are the interned bindings of its nodes' outputs.
+
+    Nodes in `special` are left to Python.
+    """
     if core is None:
         return None
     into: dict[int, dict[int, list[int]]] = {}
     for (source, target), messages in program.edges.items():
         into.setdefault(target, {})[source] = list(messages)
-    nodes = [_node(n, program, into.get(n.id, {}), outputs[n.id]) for n in graph.nodes]
+    nodes = [_node(n, program, into.get(n.id, {}), outputs[n.id], n.id not in special) for n in graph.nodes]
     return core.Walker(nodes, {s: [n.id for n in t] for s, t in children.items()}, _NAMES, ambient)
 
 
 def _node(
-    node: Node, program: Program, edges: dict[int, list[int]], outputs: tuple[Produced, ...]
+    node: Node, program: Program, edges: dict[int, list[int]], outputs: tuple[Produced, ...], simple: bool
 ) -> dict[str, Any]:
     key: Any = node.key
     plan = program.plans[node.id]
@@ -78,7 +82,7 @@ def _node(
         "output_bindings": list(outputs),
         "output_histories": [o.history for o in node.outputs],
         "result": node.result,
-        "simple": _is_simple(node),
+        "simple": simple and _is_simple(node),
     }
 
 

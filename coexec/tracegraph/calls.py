@@ -133,6 +133,13 @@ def _unflatten(key: Any, tensors: Iterator[Any], numbers: Iterator[Number]) -> A
     return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
 
+def has_generator(key: Hashable) -> bool:
+    """Whether a random number generator is among the arguments."""
+    if isinstance(key, tuple):
+        return any(has_generator(k) for k in key)
+    return isinstance(key, Opaque) and isinstance(key.value, torch.Generator)
+
+
 def has_opaque_data(key: Hashable) -> bool:
     """Whether a key holds an object whose contents could change without the key changing."""
     if isinstance(key, Opaque):

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(slots=True)
 class Exposure:
-    """An array that was handed out: a weak reference to it, its memory, and what was in it."""
+    """An array, or a tensor on an array's memory: a weak reference to it, the memory, what was in it."""
 
     array: weakref.ref[Any]
     memory: torch.Tensor

@@ -8,10 +8,12 @@ Everything here is a statement about PyTorch's own functions, so it is data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+
+from coexec.tracegraph.calls import has_generator
 
 Tensor = torch.Tensor
 
@@ -117,9 +119,12 @@ HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], Callable[[tuple[Any, ...]], bool
 }
 
 
-def makes_data(function: Callable[..., Any], on_tensors: bool) -> bool:
-    """Whether a call only turns Python data into a tensor."""
-    return not on_tensors and function in DATA
+def is_data(function: Callable[..., Any], tensors: Sequence[Tensor], key: Hashable) -> bool:
+    """Whether a call makes a tensor of nothing but Python data, or of a generator that Python holds.
+
+    Python makes such calls itself: what a generator draws is then in order with what Python does to it.
+    """
+    return not tensors and (function in DATA or has_generator(key))
 
 
 def with_index_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:

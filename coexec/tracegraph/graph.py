@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from coexec.tracegraph.trace import (
     Computed,
@@ -64,12 +64,8 @@ class NumberSlot:
     classes: frozenset[Hashable] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FedNumber:
-    """In an operation's arguments: number `slot` of `node`, through `transform`.
-
-    The node is the operation's own, or one before it whose number the backward pass uses.
-    """
+class NumberOrigin(NamedTuple):
+    """Number `slot` of `node`, through `transform` (see `numbers.TRANSFORMS`)."""
 
     node: int
     slot: int
@@ -77,15 +73,29 @@ class FedNumber:
 
 
 @dataclass(frozen=True, slots=True)
+class FedNumber:
+    """In an operation's arguments: a number that varies, and where it comes from.
+
+    `origins` are all numbers of this node and, for a backward pass, of nodes before it that explain
+    it in every trace. They have to agree in an iteration; the first one is fed.
+    """
+
+    origins: tuple[NumberOrigin, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Alternative:
     """One way in which the arguments of a node bind, and what its operations then read.
 
-    `path` holds the nodes before it when the node depends on all of them (the backward pass).
+    `path` holds the nodes before it when the node depends on all of them (the backward pass). `pins`
+    are numbers of that path that vary elsewhere, but had one value in every trace of this
+    alternative: (node, slot, value).
     """
 
     bindings: tuple[NodeBinding, ...]
     sources: tuple[NodeSource, ...]
     path: tuple[int, ...] | None
+    pins: tuple[tuple[int, int, Number], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 class Access:
     """One operation: the memory that it reads and writes, the registers that it uses and defines.
 
-    An `immediate` one (a fetch) cannot be put off.
+    An `immediate` one (a fetch, or what may fail on some values) cannot be put off.
     """
 
     reads: frozenset[int]

@@ -30,15 +30,16 @@ from coexec.tracegraph.graph import (
     NumberSlot,
     TraceGraph,
 )
-from coexec.tracegraph.numbers import unify, unify_slots, varying
-from coexec.tracegraph.trace import Computed, Event, External, Operation, Produced, Source, Trace
+from coexec.tracegraph.numbers import same_number, unify, unify_slots, varying
+from coexec.tracegraph.trace import Computed, Event, External, Number, Operation, Produced, Source, Trace
 
 
 def merge(traces: Sequence[Trace]) -> TraceGraph:
     """Merges traces, in order, into one graph that covers all of them."""
     seen = Counter(uid for t in traces for uid in {e.uid for e in t.externals})
     parameters = {e.uid for t in traces for e in t.externals if e.parameter}
-    captured = {uid for uid, n in seen.items() if n > 1 or uid in parameters}
+    exposed = {e.uid for t in traces for e in t.externals if e.exposed}
+    captured = {uid for uid, n in seen.items() if n > 1 or uid in parameters} - exposed
     while True:
         builder = _Builder(captured)
         for trace in traces:
@@ -55,6 +56,7 @@ class _Draft:
 
     node: Node
     alternatives: list[Alternative] = field(default_factory=list)
+    seen: list[list[dict[tuple[int, int], Number]]] = field(default_factory=list)  # numbers on each path
 
 
 class _Builder:
@@ -112,13 +114,21 @@ class _Builder:
             return False
         tried = dict(refs)
         alternative = self._alternative(candidate, event, path, trace, tried)
-        for known in draft.alternatives:
-            if (known.bindings, known.path) == (alternative.bindings, alternative.path):
-                if known.sources != alternative.sources:
-                    return False
-                break
+        position = next(
+            (
+                i
+                for i, known in enumerate(draft.alternatives)
+                if (known.bindings, known.path) == (alternative.bindings, alternative.path)
+            ),
+            len(draft.alternatives),
+        )
+        if position < len(draft.alternatives):
+            if draft.alternatives[position].sources != alternative.sources:
+                return False
         else:
             draft.alternatives.append(alternative)
+            draft.seen.append([])
+        draft.seen[position].append(_numbers_on(path, trace) if event.backward else {})
         refs.update(tried)
         numbers = unify_slots(node.numbers, event.numbers)
         outputs = tuple(
@@ -150,6 +160,7 @@ class _Builder:
         )
         self.drafts.append(_Draft(node))
         self.drafts[id_].alternatives.append(self._alternative(id_, event, path, trace, refs))
+        self.drafts[id_].seen.append([_numbers_on(path, trace) if event.backward else {}])
         self.by_event[_identity(event)].append(id_)
         self._connect(latest, id_)
         return id_
@@ -214,7 +225,21 @@ class _Builder:
                     conflicting |= {uids[b.index] for b in externals if isinstance(b, Captured)}
         return conflicting
 
+    def _pins(self, seen: list[dict[tuple[int, int], Number]]) -> tuple[tuple[int, int, Number], ...]:
+        """Numbers that vary in the graph, but never did where these were seen."""
+        pins = []
+        for (node, slot), value in seen[0].items():
+            varies = self.drafts[node].node.numbers[slot].classes is not None
+            if varies and all(same_number(numbers[node, slot], value) for numbers in seen):
+                pins.append((node, slot, value))
+        return tuple(pins)
+
     def freeze(self, traces: int) -> TraceGraph:
+        for draft in self.drafts:
+            draft.alternatives = [
+                replace(a, pins=self._pins(seen))
+                for a, seen in zip(draft.alternatives, draft.seen, strict=True)
+            ]
         order = [n for n in nx.lexicographical_topological_sort(self.graph) if n >= 0]
         new_id = {old: new for new, old in enumerate(order)} | {START: START, END: END}
         nodes = tuple(_renumber(self.drafts[old], new_id) for old in order)
@@ -228,6 +253,14 @@ class _Builder:
             for group in nx.connected_components(self.shared)
         )
         return TraceGraph(nodes, edges, tuple(self.captured), shared, traces)
+
+
+def _numbers_on(path: list[int], trace: Trace) -> dict[tuple[int, int], Number]:
+    return {
+        (node, slot): number
+        for node, event in zip(path, trace.events, strict=False)
+        for slot, number in enumerate(event.numbers)
+    }
 
 
 def _identity(event: Event | Node) -> tuple[object, ...]:
@@ -269,6 +302,7 @@ def _renumber(draft: _Draft, new_id: dict[int, int]) -> Node:
             _renumber_all(a.bindings, new_id),  # type: ignore[arg-type]  # kinds are kept
             _renumber_all(a.sources, new_id),  # type: ignore[arg-type]  # kinds are kept
             None if a.path is None else tuple(new_id[n] for n in a.path),
+            tuple((new_id[n], slot, value) for n, slot, value in a.pins),
         )
         for a in draft.alternatives
     )
@@ -279,7 +313,7 @@ def _renumber(draft: _Draft, new_id: dict[int, int]) -> Node:
 def _renumber_operation(operation: Operation, new_id: dict[int, int]) -> Operation:
     def renumber(argument: Any) -> Any:
         if isinstance(argument, FedNumber):
-            return replace(argument, node=new_id[argument.node])
+            return FedNumber(tuple(o._replace(node=new_id[o.node]) for o in argument.origins))
         if isinstance(argument, tuple):
             return tuple(renumber(a) for a in argument)
         return argument

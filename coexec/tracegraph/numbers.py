@@ -7,12 +7,12 @@ from the event's number is decided by comparing two traces in which it differs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coexec.tracegraph.calls import number_class
-from coexec.tracegraph.graph import FedNumber, NumberSlot
+from coexec.tracegraph.graph import FedNumber, NumberOrigin, NumberSlot
 from coexec.tracegraph.trace import Number, Operation
 
 #: What PyTorch's composite operations do to a number on its way to the kernel.
@@ -56,6 +56,15 @@ def varying(node: int, slots: Sequence[NumberSlot], numbers: Sequence[Number]) -
     ]
 
 
+def fed_numbers(args: Any) -> Iterator[FedNumber]:
+    """The fed numbers among the arguments of an operation."""
+    if isinstance(args, FedNumber):
+        yield args
+    elif isinstance(args, tuple):
+        for a in args:
+            yield from fed_numbers(a)
+
+
 def unify_slots(slots: Sequence[NumberSlot], numbers: Sequence[Number]) -> tuple[NumberSlot, ...]:
     """The slots of a node after another trace had `numbers` in them."""
     out = []
@@ -86,38 +95,71 @@ def unify(
     for ours, theirs in zip(node_operations, operations, strict=True):
         if ours.target is not theirs.target or (ours.results, ours.writes) != (theirs.results, theirs.writes):
             return None
-        args = _unify_args(ours.args, theirs.args, candidates, numbers)
-        if args is _UNEXPLAINED:
+        if ours.grad_mode != theirs.grad_mode:
             return None
-        unified.append(Operation(ours.target, args, ours.results, ours.writes, ours.random))
+        args = []
+        for index, (a, b) in enumerate(zip(ours.args, theirs.args, strict=True)):
+            fed = candidates if _takes_numbers(ours.target, index) else ()
+            args.append(_unify_args(a, b, fed, numbers))
+        if any(_is_unexplained(a) for a in args):
+            return None
+        unified.append(replace(ours, args=tuple(args)))
     return tuple(unified)
 
 
+#: Operations of which a number decides the shape of the result.
+_SHAPED_BY_NUMBERS = ("aten::arange", "aten::range", "aten::linspace", "aten::logspace")
+
+
+def _takes_numbers(target: Any, index: int) -> bool:
+    """Whether a number in this argument may vary: it decides about values, and never about a shape."""
+    name = target._schema.name
+    if name in _SHAPED_BY_NUMBERS:
+        return False
+    if name == "aten::select":
+        return True
+    kind = str(target._schema.arguments[index].type)
+    return kind.removeprefix("Optional[").removeprefix("List[").startswith(("number", "float", "Tensor"))
+
+
 _UNEXPLAINED = object()
+
+
+def _is_unexplained(args: Any) -> bool:
+    return args is _UNEXPLAINED or (isinstance(args, tuple) and any(_is_unexplained(a) for a in args))
 
 
 def _unify_args(
     ours: Any, theirs: Any, candidates: Sequence[Varying], numbers: dict[tuple[int, int], Number]
 ) -> Any:
     if isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
-        items = [_unify_args(a, b, candidates, numbers) for a, b in zip(ours, theirs, strict=True)]
-        return _UNEXPLAINED if any(i is _UNEXPLAINED for i in items) else tuple(items)
+        return tuple(_unify_args(a, b, candidates, numbers) for a, b in zip(ours, theirs, strict=True))
     if isinstance(ours, FedNumber):
-        number = numbers.get((ours.node, ours.slot))
-        if number is None or not is_number(theirs):
+        if not is_number(theirs):
             return _UNEXPLAINED
-        return ours if _exactly(TRANSFORMS[ours.transform](number), theirs) else _UNEXPLAINED
+        return _fed(
+            o
+            for o in ours.origins
+            if (o.node, o.slot) in numbers
+            and _exactly(TRANSFORMS[o.transform](numbers[o.node, o.slot]), theirs)
+        )
     if is_number(ours) and ours.__class__ is theirs.__class__:
         if same_number(ours, theirs):
             return ours
-        for c in candidates:
-            for name, function in TRANSFORMS.items():
-                if _exactly(function(c.ours), ours) and _exactly(function(c.theirs), theirs):
-                    return FedNumber(c.node, c.slot, name)
-        return _UNEXPLAINED
+        return _fed(
+            NumberOrigin(c.node, c.slot, name)
+            for c in candidates
+            for name, function in TRANSFORMS.items()
+            if _exactly(function(c.ours), ours) and _exactly(function(c.theirs), theirs)
+        )
     if isinstance(ours, complex):
         return ours if repr(ours) == repr(theirs) else _UNEXPLAINED
     return ours if ours == theirs and ours.__class__ is theirs.__class__ else _UNEXPLAINED
+
+
+def _fed(origins: Iterable[NumberOrigin]) -> Any:
+    found = tuple(origins)
+    return FedNumber(found) if found else _UNEXPLAINED
 
 
 def _exactly(a: Number, b: Number) -> bool:

@@ -41,13 +41,18 @@ class When(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Calls an ATen operation; `args` follow its schema, `outs` its flattened tensor results."""
+    """Calls an ATen operation; `args` follow its schema, `outs` its flattened tensor results.
+
+    Results have to have these `shapes` (None: any), lest a value decides about a shape unnoticed.
+    """
 
     target: torch._ops.OpOverload
     args: tuple[Any, ...]
     outs: tuple[int | None, ...]
     when: When
     location: int
+    grad_mode: bool = False
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
     release: tuple[int, ...] = ()
 
 

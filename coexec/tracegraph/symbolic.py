@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
-from coexec.tracegraph.graph import Captured, Fed, FedNumber, Node, NodeSource, TraceGraph
+from coexec.tracegraph.graph import Captured, Fed, FedNumber, Node, NodeSource, NumberOrigin, TraceGraph
 from coexec.tracegraph.hazards import Access, schedule
 from coexec.tracegraph.hoist import TINY, Movable, early
 from coexec.tracegraph.instructions import (
@@ -29,7 +28,7 @@ from coexec.tracegraph.instructions import (
     straight_stretches,
     with_releases,
 )
-from coexec.tracegraph.numbers import TRANSFORMS
+from coexec.tracegraph.numbers import TRANSFORMS, fed_numbers
 from coexec.tracegraph.program import (
     Call,
     Commit,
@@ -90,7 +89,7 @@ class _Lowering:
     externals: dict[Captured | Fed, int] = field(default_factory=dict)  # -> register
     plans: dict[int, NodePlan] = field(default_factory=dict)
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    numbers: dict[FedNumber, int] = field(default_factory=dict)  # -> register
+    numbers: dict[NumberOrigin, int] = field(default_factory=dict)  # -> register
     register_metas: dict[int, TensorMeta] = field(default_factory=dict)
     fetch_slots: int = 0
     random: bool = False
@@ -104,7 +103,11 @@ class _Lowering:
         }
         self.metas = _external_metas(self.graph)
         self.fed_numbers = dict.fromkeys(
-            f for n in self.graph.nodes if n.alternatives for o in n.operations for f in _fed_numbers(o.args)
+            f.origins[0]
+            for n in self.graph.nodes
+            if n.alternatives
+            for o in n.operations
+            for f in fed_numbers(o.args)
         )
         for source in dict.fromkeys(s for n in self.graph.nodes for a in n.alternatives for s in a.sources):
             if isinstance(source, Constant):  # a copy, which operations may write to
@@ -220,12 +223,12 @@ class _Lowering:
 
     def _numbers(self, node: Node) -> tuple[tuple[int, str, bool], ...]:
         """Feeds the numbers of the node that its operations, or later ones, use."""
-        fed = tuple(f for f in self.fed_numbers if f.node == node.id)
-        for number in fed:
-            self.numbers[number] = self._register()
-            example = TRANSFORMS[number.transform](node.numbers[number.slot].value)
-            self.emitted.append(_Emitted(Feed(self.numbers[number], example, node.location)))
-        return tuple((f.slot, f.transform, False) for f in fed)
+        fed = tuple(o for o in self.fed_numbers if o.node == node.id)
+        for origin in fed:
+            self.numbers[origin] = self._register()
+            example = TRANSFORMS[origin.transform](node.numbers[origin.slot].value)
+            self.emitted.append(_Emitted(Feed(self.numbers[origin], example, node.location)))
+        return tuple((o.slot, o.transform, False) for o in fed)
 
     def _operation(
         self,
@@ -243,13 +246,13 @@ class _Lowering:
                 used.add(register)
                 return Reg(register)
             if isinstance(argument, FedNumber):
-                return Reg(self.numbers[argument])
+                return Reg(self.numbers[argument.origins[0]])
             if isinstance(argument, tuple):
                 return tuple(encode(a) for a in argument)
             return argument
 
         args = tuple(encode(a) for a in operation.args)
-        used |= {self.numbers[f] for f in _fed_numbers(operation.args)}
+        used |= {self.numbers[f.origins[0]] for f in fed_numbers(operation.args)}
         outs: list[int | None] = []
         for number, result in enumerate(operation.results):
             register = locals_.get((index, number))
@@ -259,7 +262,15 @@ class _Lowering:
         self.random |= operation.random
         self.emitted.append(
             _Emitted(
-                Call(operation.target, args, tuple(outs), When.NOW, node.location),
+                Call(
+                    operation.target,
+                    args,
+                    tuple(outs),
+                    When.NOW,
+                    node.location,
+                    operation.grad_mode,
+                    tuple(None if r is None else r.meta.shape for r in operation.results),
+                ),
                 uses=frozenset(used),
                 defines=frozenset(o for o in outs if o is not None),
                 writes=frozenset(self._resolve(w, sources, locals_) for w in operation.writes),
@@ -385,7 +396,9 @@ class _Lowering:
                 emitted.instruction = replace(feed, when=When.COMMIT)
                 late.add(feed.out)
         for node, plan in self.plans.items():
-            numbers = tuple((s, t, self.numbers[FedNumber(node, s, t)] in late) for s, t, _ in plan.numbers)
+            numbers = tuple(
+                (s, t, self.numbers[NumberOrigin(node, s, t)] in late) for s, t, _ in plan.numbers
+            )
             feeds = {a for alternative in plan.feeds for a in alternative}
             late_feeds = frozenset(a for a in feeds if self.values[Fed(node, a)] in late)
             self.plans[node] = replace(plan, numbers=numbers, late=late_feeds)
@@ -439,7 +452,7 @@ class _Lowering:
             writes=frozenset(memory[self._class(w)] for w in emitted.writes) | state,
             uses=emitted.uses,
             defines=emitted.defines,
-            immediate=isinstance(emitted.instruction, (Fetch, Move)),
+            immediate=isinstance(emitted.instruction, (Fetch, Move)) or _may_fail(emitted.instruction),
         )
 
     def _with_shadows(self, shadowed: set[Captured | Fed], hoisted: list[int]) -> list[Instruction]:
@@ -473,6 +486,17 @@ class _Lowering:
         return prologue + [retargeted(i, starts) for group in groups for i in group]
 
 
+#: In-place operations that check values (indices), so that they may fail in any iteration.
+_CHECK_VALUES = ("index_", "scatter_", "put_", "masked_scatter_", "_index_put_impl_", "embedding_renorm_")
+
+
+def _may_fail(instruction: Instruction) -> bool:
+    """Whether a call may fail on some values: it has to run before anything is committed."""
+    if not isinstance(instruction, Call):
+        return False
+    return instruction.target._schema.name.removeprefix("aten::").startswith(_CHECK_VALUES)
+
+
 def _copied(source: int, out: int, meta: TensorMeta) -> tuple[Call, Call]:
     """A copy of a register with the very strides of the original."""
     aten = torch.ops.aten
@@ -494,11 +518,3 @@ def _external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:
                 if isinstance(binding, (Captured, Fed)) and meta is not None:
                     metas.setdefault(binding, meta)
     return metas
-
-
-def _fed_numbers(args: Any) -> Iterator[FedNumber]:
-    if isinstance(args, FedNumber):
-        yield args
-    elif isinstance(args, tuple):
-        for a in args:
-            yield from _fed_numbers(a)

@@ -143,6 +143,7 @@ class Operation:
     results: tuple[Result | None, ...]
     writes: tuple[Value, ...]
     random: bool
+    grad_mode: bool = False  #: some kernels look at it, although autograd is done
 
     def __str__(self) -> str:
         return f"{self.target}"
@@ -202,6 +203,7 @@ class ExternalTensor:
     storage: int
     meta: TensorMeta
     parameter: bool  #: an `nn.Parameter`, which programs use in every iteration
+    exposed: bool  #: memory that NumPy may know, and could write to between two calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from coexec.location import locate
@@ -43,10 +44,10 @@ class TracingMode(TorchFunctionMode):
         """Runs a torch call that Python made at `location`."""
         if function in _UNRECORDED or is_annotation(function):
             return function(*args, **kwargs)
-        if function in functions.DATA and functions.makes_data(
-            function, bool(calls.flatten(args, kwargs)[0])
-        ):
-            return function(*args, **kwargs)
+        if function in functions.DATA or any(isinstance(a, torch.Generator) for a in kwargs.values()):
+            tensors, _, key = calls.flatten(args, kwargs)
+            if functions.is_data(function, tensors, key):
+                return function(*args, **kwargs)
         if function in functions.INDEXING:
             args = functions.with_index_tensors(args)
         if function in functions.SET_REQUIRES_GRAD and self.recorder.is_external(args[0]):

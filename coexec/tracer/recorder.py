@@ -24,6 +24,7 @@ from coexec._private import (
     MODE_WRAPPER_FILES,
     TORCH_DIRECTORY,
     WithoutModes,
+    is_exposed,
     is_transformed,
 )
 from coexec.location import describe
@@ -101,6 +102,7 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, _Known] = {}
         self._memory = Memory()
         self._exposed: list[Exposure] = []
+        self._inputs: list[Exposure] = []  # external tensors on memory that NumPy may know
         self._open: _OpenEvent | None = None
         self._outputs: list[tuple[int, int]] = []
         self._consumed: set[Any] = set()
@@ -159,7 +161,9 @@ class Recorder(TorchDispatchMode):
         known = self._known.get(id(tensor))
         if known is not None and known.reference() is tensor:
             return isinstance(known.binding, External)
-        return not self._memory.is_computed(storage_id(tensor)) if tensor.layout is torch.strided else False
+        if is_transformed(tensor) or tensor.layout is not torch.strided:
+            return False
+        return not self._memory.is_computed(storage_id(tensor))
 
     def refresh(self, tensor: torch.Tensor) -> None:
         """Takes in that Python has changed the attributes of an external tensor."""
@@ -174,6 +178,8 @@ class Recorder(TorchDispatchMode):
         if function in functions.UNSUPPORTED:
             raise Untraceable("CX0109", functions.name_of(function))
         tensors, numbers, key = calls.flatten(args, kwargs)
+        if calls.has_generator(key):
+            raise Untraceable("CX0118", f"{functions.name_of(function)} draws from a generator of its own")
         if calls.has_opaque_data(key):
             raise Untraceable(
                 "CX0110", f"{functions.name_of(function)} got an object it could only compare by identity"
@@ -221,6 +227,8 @@ class Recorder(TorchDispatchMode):
             outputs += new
             rebinds = self._rebinds(p, outputs)
             implicit, metas, grads = self._new_grads(p, outputs)
+        if self._inputs and any(o.writes for o in event.operations):
+            self._refresh_inputs()
         index = len(self._events)
         recorded_outputs = []
         for number, tensor in enumerate(outputs):
@@ -255,12 +263,16 @@ class Recorder(TorchDispatchMode):
 
     def _check_exposed(self) -> None:
         """What Python writes through NumPy no event shows."""
-        if not self._exposed:
+        if not self._exposed and not self._inputs:
             return
         self._exposed = [e for e in self._exposed if e.alive]
         with WithoutModes():
-            if any(e.written for e in self._exposed):
+            if any(e.written for e in (*self._exposed, *self._inputs)):
                 raise Untraceable("CX0114", "an array that shares memory with a tensor was written")
+
+    def _refresh_inputs(self) -> None:
+        with WithoutModes():
+            self._inputs = [expose(e.array(), e.memory) for e in self._inputs if e.alive]
 
     def _check_host_event(self, p: _Prepared, returned: Any) -> None:
         """A call whose result depends on data can be made on fetched values if it only computes."""
@@ -312,7 +324,11 @@ class Recorder(TorchDispatchMode):
         meta = calls.meta_of(tensor)
         parameter = isinstance(tensor, torch.nn.Parameter)
         uid = self._identities.uid(tensor)
-        self._externals.append(ExternalTensor(uid, storage_id(tensor), meta, parameter))
+        exposed = is_exposed(tensor)
+        self._externals.append(ExternalTensor(uid, storage_id(tensor), meta, parameter, exposed))
+        if exposed:
+            with WithoutModes():
+                self._inputs.append(expose(tensor, tensor))
         self._known[id(tensor)] = _Known(weakref.ref(tensor), external, meta, None)
         return external
 
@@ -403,7 +419,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # the block's own mode may be active
+            return self._operation(function, args, kwargs or {})
+
+    def _operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.cause is not None or function.namespace in functions.ANNOTATING_NAMESPACES:
             return function(*args, **kwargs)
         try:
@@ -427,7 +446,8 @@ class Recorder(TorchDispatchMode):
             tracked = any(
                 t.layout is torch.strided and storage_id(t) in self._memory for t in _tensors((args, kwargs))
             )
-            if tracked or torch.Tag.nondeterministic_seeded in function.tags:
+            draws = torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None
+            if tracked or draws:
                 raise Untraceable("CX0101", f"{function} ran outside of a call that coexec sees")
             return None
         if event.fetch:
@@ -482,6 +502,7 @@ class Recorder(TorchDispatchMode):
                 tuple(results),
                 writes,
                 torch.Tag.nondeterministic_seeded in function.tags,
+                torch.is_grad_enabled(),
             )
         )
 
@@ -496,7 +517,7 @@ class Recorder(TorchDispatchMode):
 
     def _check_frames(self, event: _OpenEvent) -> None:
         """Python code that runs between an event's call and its operations is not ours to skip."""
-        frame = sys._getframe(2).f_back  # who called __torch_dispatch__
+        frame = sys._getframe(3).f_back  # who called __torch_dispatch__
         while frame is not None and frame.f_code.co_filename.startswith(MODE_WRAPPER_FILES):
             frame = frame.f_back
         if frame is None:

@@ -180,9 +180,7 @@ class _Walk:
         if isinstance(value, (list, tuple)):
             return (type(value).__name__, tuple(self(v) for v in value))
         if isinstance(value, dict):
-            return {
-                k if isinstance(k, (str, int)) else str(self(k)): self(v) for k, v in value.items()
-            }
+            return {k if isinstance(k, (str, int)) else str(self(k)): self(v) for k, v in value.items()}
         if isinstance(value, torch.nn.Module):
             parts = {n: self(p) for n, p in value.named_parameters()}
             parts |= {n: self(b) for n, b in value.named_buffers()}

@@ -136,7 +136,9 @@ def test_gradients_accumulate_over_iterations(compared):
     compared(linear, step, 15)
 
 
-@pytest.mark.xfail(strict=True, reason="the backward pass adds to a gradient that no event was given (CX0111)")
+@pytest.mark.xfail(
+    strict=True, reason="the backward pass adds to a gradient that no event was given (CX0111)"
+)
 def test_an_iteration_that_accumulates_gradients_is_coexecuted():
     def step(s, k, tape):
         x = torch.randn(5, 4)
@@ -169,7 +171,9 @@ def test_gradients_are_read_kept_replaced_and_deleted(compared):
     compared(weights("w"), step, 12)
 
 
-@pytest.mark.xfail(strict=True, reason="a gradient that two leaves share becomes two tensors, if nobody else keeps it")
+@pytest.mark.xfail(
+    strict=True, reason="a gradient that two leaves share becomes two tensors, if nobody else keeps it"
+)
 def test_one_tensor_is_the_gradient_of_two_leaves():
     def step(s, k, tape):
         with tape():
@@ -285,7 +289,9 @@ def test_a_recurrent_network_carries_its_state(compared):
     compared(make, step, 10)
 
 
-@pytest.mark.xfail(strict=True, reason="kernels that look at the grad mode (mkldnn's LSTM) run without it: CX0005")
+@pytest.mark.xfail(
+    strict=True, reason="kernels that look at the grad mode (mkldnn's LSTM) run without it: CX0005"
+)
 def test_a_recurrent_network_is_coexecuted():
     def step(s, k, tape):
         x = torch.randn(5, 2, 3)
@@ -377,7 +383,9 @@ def test_requires_grad_changed_by_a_call_is_seen_by_python(way):
         "tensor",
         "post accumulate",
         "forward",
-        pytest.param("full backward", marks=silent("the same as for custom functions, of which the hook is one")),
+        pytest.param(
+            "full backward", marks=silent("the same as for custom functions, of which the hook is one")
+        ),
     ],
 )
 def test_hooks_added_and_removed_between_iterations(kind):
@@ -386,7 +394,9 @@ def test_hooks_added_and_removed_between_iterations(kind):
         if k == 5 and kind == "tensor":
             s._hook = model.weight.register_hook(lambda g: g * 2)
         elif k == 5 and kind == "post accumulate":
-            s._hook = model.weight.register_post_accumulate_grad_hook(lambda p: log.append(p.grad.sum().item()))
+            s._hook = model.weight.register_post_accumulate_grad_hook(
+                lambda p: log.append(p.grad.sum().item())
+            )
         elif k == 5 and kind == "forward":
             s._hook = model.register_forward_hook(lambda m, i, o: log.append(o.sum().item()))
         elif k == 5:
@@ -434,7 +444,9 @@ class Square(torch.autograd.Function):
     "first",
     [
         0,
-        pytest.param(5, marks=silent("C++ code of the function holds what the placeholder was before the replay")),
+        pytest.param(
+            5, marks=silent("C++ code of the function holds what the placeholder was before the replay")
+        ),
     ],
 )
 def test_a_custom_function_is_applied_from_some_step_on(first):
@@ -506,7 +518,9 @@ def test_a_graph_retained_by_position_is_used_after_the_block(compared):
     compared(linear, step, 8)
 
 
-@pytest.mark.xfail(strict=True, reason="every node that the target reaches counts as used, not only those on the way")
+@pytest.mark.xfail(
+    strict=True, reason="every node that the target reaches counts as used, not only those on the way"
+)
 def test_a_part_of_the_graph_that_grad_left_alone_is_used_after_the_block():
     def step(s, k, tape):
         with tape():

@@ -213,7 +213,12 @@ def test_kept_views_of_one_result_share_memory(compared):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.randn(3, 4).t(), lambda: torch.randn(20)[3:15].view(3, 4)[:, 1:3], lambda: torch.randn(6)[::2]]
+    "make",
+    [
+        lambda: torch.randn(3, 4).t(),
+        lambda: torch.randn(20)[3:15].view(3, 4)[:, 1:3],
+        lambda: torch.randn(6)[::2],
+    ],
 )
 def test_an_input_of_any_geometry_is_written_looked_at_and_written_again(compared, make):
     def step(s, k, tape):
@@ -331,7 +336,9 @@ def test_state_that_is_replaced_by_a_new_tensor_in_each_iteration(compared):
     assert coexecuted(compared(lambda: SimpleNamespace(h=torch.zeros(3)), step, 10), 6)
 
 
-@pytest.mark.xfail(strict=True, reason="state and its view share memory in the second iteration: a rule breaks")
+@pytest.mark.xfail(
+    strict=True, reason="state and its view share memory in the second iteration: a rule breaks"
+)
 def test_state_and_its_view_are_carried_to_the_next_iteration():
     def step(s, k, tape):
         x = torch.randn(3)

@@ -164,7 +164,9 @@ def test_bools_ints_and_floats_of_one_value_are_different_numbers(compared):
     compared(weights("w"), step, len(values))
 
 
-@pytest.mark.xfail(strict=True, reason="the GraphRunner cannot be sent an integer beyond 64 bits: another error")
+@pytest.mark.xfail(
+    strict=True, reason="the GraphRunner cannot be sent an integer beyond 64 bits: another error"
+)
 def test_an_integer_that_does_not_fit_raises_eagers_error():
     values = [3, 4, 5, 2**40, 7, 2**70, 8, 9]
 
@@ -175,7 +177,9 @@ def test_an_integer_that_does_not_fit_raises_eagers_error():
     compare(nothing, step, len(values))
 
 
-@pytest.mark.xfail(strict=True, reason="a number that is assigned into a tensor is a constant: a trace for each")
+@pytest.mark.xfail(
+    strict=True, reason="a number that is assigned into a tensor is a constant: a trace for each"
+)
 def test_a_number_assigned_to_an_item_is_fed():
     def step(s, k, tape):
         with tape():

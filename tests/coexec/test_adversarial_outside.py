@@ -68,7 +68,9 @@ def test_an_index_out_of_range_raises_eagers_error(compared):
     compared(weights("w", size=(5, 2)), step, 8)
 
 
-@late("Python runs on beyond the call that raises; its side effects until the end of the block are not undone")
+@late(
+    "Python runs on beyond the call that raises; its side effects until the end of the block are not undone"
+)
 def test_python_does_not_run_on_after_an_index_out_of_range():
     def step(s, k, tape):
         index = torch.tensor([0, 1 if k != 5 else 77])
@@ -80,7 +82,9 @@ def test_python_does_not_run_on_after_an_index_out_of_range():
     compare(weights("w", size=(5, 2)), step, 8)
 
 
-@pytest.mark.xfail(strict=True, reason="a write put off to the commit fails there: CommitError instead of IndexError")
+@pytest.mark.xfail(
+    strict=True, reason="a write put off to the commit fails there: CommitError instead of IndexError"
+)
 def test_an_index_out_of_range_in_a_write_raises_eagers_error():
     def step(s, k, tape):
         index = torch.tensor([1 if k != 5 else 9])
@@ -217,7 +221,8 @@ def test_random_numbers_of_a_cancelled_iteration_are_drawn_once(compared):
         pytest.param(
             3,
             marks=pytest.mark.xfail(
-                strict=True, reason="replay asked for from outside of a torch call: KeyError, and modes stay entered"
+                strict=True,
+                reason="replay asked for from outside of a torch call: KeyError, and modes stay entered",
             ),
         ),
     ],
@@ -294,7 +299,11 @@ def test_modes_of_the_user_see_what_they_see_in_eager(request, mode, place):
         with mode(s.log) if place == "outside" and k >= 5 else contextlib.nullcontext():
             with tape():
                 a = x + 1
-                with mode(s.log) if place == "always" or (place, k) == ("at step 5", 5) else contextlib.nullcontext():
+                with (
+                    mode(s.log)
+                    if place == "always" or (place, k) == ("at step 5", 5)
+                    else contextlib.nullcontext()
+                ):
                     y = a * 2
         return y
 
@@ -404,8 +413,12 @@ def test_a_result_is_looked_at_in_an_unusual_way_for_the_first_time(look):
     compare(nothing, step, 9)
 
 
-@pytest.mark.xfail(strict=True, reason="C++ code that switches modes off meets a placeholder: INTERNAL ASSERT FAILED")
-@pytest.mark.parametrize("look", [lambda y: nn.Parameter(y), lambda y: torch.Tensor._make_subclass(torch.Tensor, y)])
+@pytest.mark.xfail(
+    strict=True, reason="C++ code that switches modes off meets a placeholder: INTERNAL ASSERT FAILED"
+)
+@pytest.mark.parametrize(
+    "look", [lambda y: nn.Parameter(y), lambda y: torch.Tensor._make_subclass(torch.Tensor, y)]
+)
 def test_a_result_becomes_a_parameter_for_the_first_time(look):
     def step(s, k, tape):
         x = torch.randn(3)
@@ -418,7 +431,9 @@ def test_a_result_becomes_a_parameter_for_the_first_time(look):
     compare(nothing, step, 8)
 
 
-@pytest.mark.xfail(strict=True, reason="operations on another thread meet a placeholder: INTERNAL ASSERT FAILED")
+@pytest.mark.xfail(
+    strict=True, reason="operations on another thread meet a placeholder: INTERNAL ASSERT FAILED"
+)
 @pytest.mark.parametrize("first", [0, 5])
 def test_a_result_is_looked_at_by_another_thread(first):
     def step(s, k, tape):
@@ -457,7 +472,9 @@ def test_a_subclass_comes_in_for_the_first_time():
     compare(nothing, step, 8)
 
 
-@pytest.mark.xfail(strict=True, reason="the recorder asks an uninitialized parameter for its memory: ValueError")
+@pytest.mark.xfail(
+    strict=True, reason="the recorder asks an uninitialized parameter for its memory: ValueError"
+)
 def test_a_lazy_layer_is_made_in_the_first_iteration():
     def step(s, k, tape):
         x = torch.randn(5, 4)
@@ -567,7 +584,9 @@ def test_the_block_is_left_by_return_break_and_continue(compared):
     compared(linear, step, 8)
 
 
-@pytest.mark.xfail(strict=True, reason="each thread puts back what it found, which was another thread's stand-in")
+@pytest.mark.xfail(
+    strict=True, reason="each thread puts back what it found, which was another thread's stand-in"
+)
 def test_threads_with_tapes_of_their_own_leave_the_random_module_as_it_was():
     here, there = threading.Event(), threading.Event()
     before = torch.random.default_generator

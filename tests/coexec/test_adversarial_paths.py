@@ -15,7 +15,9 @@ def silent(reason):
     return pytest.mark.xfail(strict=True, reason=f"silent wrong result: {reason}")
 
 
-SAME = "after a call that returns the same memory, two nodes differ only in what they read: the first is taken"
+SAME = (
+    "after a call that returns the same memory, two nodes differ only in what they read: the first is taken"
+)
 
 
 @silent(SAME)
@@ -58,10 +60,7 @@ def test_branches_meet_in_every_kind_of_node(compared):
     def step(s, k, tape):
         x = torch.randn(3, 3)
         with tape():
-            if k % 2:
-                y = x * 2
-            else:
-                y = x.exp()
+            y = x * 2 if k % 2 else x.exp()
             view = y.view(9)
             view.add_(1)
             print(y.sum())

@@ -24,16 +24,20 @@ LEAVES = (
     | st.text(max_size=3)
     | NUMBERS
     | st.complex_numbers(allow_nan=False)
-    | st.sampled_from([torch.float32, torch.strided, torch.device("cpu"), torch.contiguous_format, ..., torch.ones(2)])
+    | st.sampled_from(
+        [torch.float32, torch.strided, torch.device("cpu"), torch.contiguous_format, ..., torch.ones(2)]
+    )
     | st.builds(np.float64, st.floats(allow_nan=False))
     | st.builds(slice, st.none() | st.integers(0, 3), st.integers(0, 3), st.none() | st.just(2))
 )
 VALUES = st.recursive(
     LEAVES,
-    lambda v: st.lists(v, max_size=3)
-    | st.lists(v, max_size=3).map(tuple)
-    | st.builds(Pair, v, v)
-    | st.dictionaries(st.text(max_size=2), v, max_size=2),
+    lambda v: (
+        st.lists(v, max_size=3)
+        | st.lists(v, max_size=3).map(tuple)
+        | st.builds(Pair, v, v)
+        | st.dictionaries(st.text(max_size=2), v, max_size=2)
+    ),
     max_leaves=8,
 )
 
@@ -70,13 +74,24 @@ def test_keys_of_equal_arguments_are_equal(args):
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [(1, 1.0), (1, True), (0, False), ("a", b"a"), ([1], (1,)), (torch.float32, torch.float64), (None, False), (1, "1")],
+    [
+        (1, 1.0),
+        (1, True),
+        (0, False),
+        ("a", b"a"),
+        ([1], (1,)),
+        (torch.float32, torch.float64),
+        (None, False),
+        (1, "1"),
+    ],
 )
 def test_keys_of_arguments_of_other_types_differ(a, b):
     assert calls.flatten([a], {})[2] != calls.flatten([b], {})[2]
 
 
-@pytest.mark.xfail(strict=True, reason="True == 1.0 and False == 0.0: classes of signs are classes of one and zero")
+@pytest.mark.xfail(
+    strict=True, reason="True == 1.0 and False == 0.0: classes of signs are classes of one and zero"
+)
 @pytest.mark.parametrize(("a", "b"), [(0.3, 1.0), (-0.3, 0.0), (7, 1), (-7, 0)])
 def test_special_numbers_are_in_classes_of_their_own(a, b):
     assert calls.number_class(a) != calls.number_class(b)
@@ -91,7 +106,9 @@ def test_ordinary_numbers_of_one_sign_are_in_one_class(a, b):
 def test_the_example_of_a_class_is_in_it(number):
     example = calls.example_of(calls.number_class(number))
 
-    assert calls.number_class(type(number)(example) if example == example else example) == calls.number_class(number)
+    assert calls.number_class(type(number)(example) if example == example else example) == calls.number_class(
+        number
+    )
 
 
 @given(VALUES)

@@ -80,7 +80,10 @@ def test_loops_of_callers_come_before_those_of_the_called():
     outer_site = (nested.__code__, instructions_of_marks(nested.__code__)[1][1])
     inner_site = (inner.__code__, instructions_of_marks(inner.__code__)[0][1])
 
-    assert [loop.code for loop in loops_around([outer_site, inner_site], None)] == [nested.__code__, inner.__code__]
+    assert [loop.code for loop in loops_around([outer_site, inner_site], None)] == [
+        nested.__code__,
+        inner.__code__,
+    ]
 
 
 # --- locations -----------------------------------------------------------------------------------
@@ -89,7 +92,10 @@ def test_loops_of_callers_come_before_those_of_the_called():
 def both(skip, outermost):
     """The location by both implementations, of one call site."""
     sites = []
-    for locate, sites_of in ((location.locate, location.sites), (location.locate_reference, location._sites_reference)):
+    for locate, sites_of in (
+        (location.locate, location.sites),
+        (location.locate_reference, location._sites_reference),
+    ):
         sites.append(sites_of(locate(skip, outermost)))
     return sites
 

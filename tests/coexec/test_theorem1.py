@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import networkx as nx
 import torch
 from hypothesis import given, settings
@@ -40,13 +42,13 @@ def trace(names):
 
 
 def in_chain(block):
-    return set(zip(block, block[1:], strict=False))
+    return set(itertools.pairwise(block))
 
 
 def assert_covers(switch_cases, path):
     """Definition 5, for a path given as its nodes without start and end."""
     nodes = [START, *path, END]
-    edges = set(zip(nodes, nodes[1:], strict=False))
+    edges = set(itertools.pairwise(nodes))
     operations, covered = [], set()
     for switch_case in switch_cases:
         taken = [(c, edges & set(c.control_edges)) for c in switch_case.cases if edges & set(c.control_edges)]

@@ -1,0 +1,87 @@
+"""The inductor executor: compiled blocks, equal within the reassociation of sums."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import coexec
+from coexec._native import core
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(core is None, reason="compiled blocks need the native module"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+#: Largest relative distance of a tensor after the steps of a test; sums of a few terms are reassociated.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "coexec-cache"))
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+    return SimpleNamespace(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2))
+
+
+def train(tape, steps, look=False):
+    state, seen = make(), []
+    for _ in range(steps):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        with tape() as _:
+            loss = nn.functional.cross_entropy(state.model(x), y)
+            state.optimizer.zero_grad()
+            loss.backward()
+            state.optimizer.step()
+            if look:
+                seen.append(loss.item())
+        seen.append(loss.detach().item())
+    return state, seen
+
+
+def assert_close(mine, eager):
+    (state, seen), (reference, expected) = mine, eager
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=TOLERANCE, atol=1e-6)
+    for a, b in zip(state.model.parameters(), reference.model.parameters(), strict=True):
+        assert (a - b).norm() <= TOLERANCE * b.norm()
+
+
+def test_a_linear_iteration_is_one_compiled_block_and_one_commit_block():
+    from tests.coexec.harness import eager_tape
+
+    eager = train(eager_tape, 12)
+    random = torch.get_rng_state()
+
+    mine = train(lambda: coexec.GradientTape(executor="inductor", check=True), 12)
+
+    assert_close(mine, eager)
+    assert torch.equal(torch.get_rng_state(), random), "dropout drew eager's random numbers"
+    [report] = coexec.explain().programs
+    assert report.phase == "co-execution", report.summary()
+    assert report.steps["co-execution"] >= 8
+    assert not [c for c in report.causes if c.id == "CX0201"], report.summary()
+    [block] = report.blocks
+    assert block.executor == "inductor"
+    assert block.operations > 50
+
+
+def test_feeds_and_fetches_are_inside_of_the_block():
+    from tests.coexec.harness import eager_tape
+
+    eager = train(eager_tape, 8, look=True)
+    mine = train(lambda: coexec.GradientTape(executor="inductor"), 8, look=True)
+
+    assert_close(mine, eager)
+    [report] = coexec.explain().programs
+    assert len(report.blocks) == 1, report.summary()
+    assert report.fallbacks == 0

@@ -1,0 +1,182 @@
+"""What coexec takes for granted of the private parts of PyTorch: a new release fails here first."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coexec import _private
+from coexec.random_watch import RandomWatch
+from coexec.tracegraph.calls import meta_of
+
+
+class Hollow(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(function)
+
+
+def test_a_wrapper_has_the_metadata_and_no_memory():
+    meta = meta_of(torch.randn(2, 3).t().requires_grad_())
+
+    wrapper = _private.make_wrapper(Hollow, meta)
+
+    assert type(wrapper) is Hollow
+    assert (wrapper.shape, wrapper.stride(), wrapper.dtype, wrapper.requires_grad) == (
+        torch.Size([3, 2]),
+        (1, 3),
+        torch.float32,
+        True,
+    )
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        wrapper.untyped_storage().data_ptr()
+
+
+def test_an_object_becomes_another_tensor_for_everyone_who_holds_it():
+    placeholder = _private.make_wrapper(Hollow, meta_of(torch.ones(2)))
+    holder, weak = [placeholder], weakref.ref(placeholder)
+    w = torch.ones(2, requires_grad=True)
+    real = w * 3
+
+    _private.become(placeholder, real)
+
+    assert type(holder[0]) is torch.Tensor
+    assert weak() is placeholder
+    assert placeholder.tolist() == [3, 3]
+    placeholder.sum().backward()
+    assert w.grad.tolist() == [3, 3]
+
+
+def test_autograd_nodes_can_be_named():
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    _private.name_node(Function, "MulBackward0")
+
+    assert "grad_fn=<MulBackward0>" in repr(Function.apply(torch.ones(1, requires_grad=True)))
+
+
+def test_tensors_of_a_transform_are_told_apart():
+    seen = []
+
+    def function(x):
+        seen.append(_private.is_transformed(x))
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+
+    assert seen == [True]
+    assert not _private.is_transformed(torch.ones(2))
+
+
+def test_a_storage_number_names_memory_while_it_is_held():
+    x = torch.ones(4)
+
+    assert _private.storage_of(x).cdata == _private.storage_of(x[1:]).cdata == x.untyped_storage()._cdata
+    assert _private.storage_of(x).cdata != _private.storage_of(x.clone()).cdata
+
+
+def test_memory_that_others_share_is_not_exclusive():
+    x, array = torch.ones(4), np.ones(4)
+    alias = torch.ones(4)
+    view = alias[1:]
+
+    assert _private.is_exclusive(x)
+    assert not _private.is_exclusive(alias)
+    assert not _private.is_exclusive(torch.from_numpy(array))
+    del view
+    assert _private.is_exclusive(alias)
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class NothingEither(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_and_transforms_around_a_call_are_counted():
+    assert _private.transform_depth(0) == (0, False)
+    with Nothing():
+        assert _private.transform_depth(0) == (1000, False)
+        assert _private.transform_depth(1) == (0, False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert _private.transform_depth(0) == (0, True)
+    seen = []
+    torch.func.vmap(lambda x: (seen.append(_private.transform_depth(0)), x)[1])(torch.ones(2))
+    assert seen[0][0] % 1000 == 1
+
+
+def test_modes_of_the_user_have_names_and_devices_are_none_of_them():
+    assert _private.foreign_modes() == []
+    with Nothing(), NothingEither(), torch.device("cpu"):
+        assert sorted(_private.foreign_modes()) == ["Nothing", "NothingEither"]
+    with torch.device("meta"):
+        assert "meta" in _private.default_device()
+    assert _private.default_device() == "[]"
+
+
+def test_operations_pass_no_dispatch_mode_without_modes():
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Log():
+        with _private.WithoutModes():
+            torch.ones(1) + 1
+        assert seen == []
+        torch.ones(1) + 1
+    assert seen
+
+
+def test_backward_passes_run_below_the_engines_frame():
+    assert _private.ENGINE_CODE.co_name == "_engine_run_backward"
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda: torch.manual_seed(3),
+        torch.seed,
+        torch.initial_seed,
+        torch.get_rng_state,
+        lambda: torch.set_rng_state(STATE),
+    ],
+)
+def test_functions_of_the_random_module_are_watched(touch):
+    touched = []
+    with RandomWatch(touched.append):
+        touch()
+        torch.rand(1)
+
+    assert len(touched) >= 1
+    assert torch.random.default_generator is torch.default_generator
+
+
+STATE = torch.get_rng_state()
+
+
+def test_operations_that_draw_are_not_watched():
+    touched = []
+    with RandomWatch(touched.append):
+        torch.rand(1)
+        torch.nn.functional.dropout(torch.ones(1))
+
+    assert touched == []
