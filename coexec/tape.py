@@ -226,10 +226,10 @@ class _CoexecutionSession(_Session):
         if runner.entered:
             enter(recorder)
             self._recorder = recorder
-            replay(runner, recorder.event)
+            replay(runner, recorder)
         else:
             with recorder:
-                replay(runner, recorder.event)
+                replay(runner, recorder)
         self._recorder = recorder
         return mode.run
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from pipeline.errors import PlanError
 
-SHORT = {"charlm": "pipeline.charlm:make"}
+SHORT = {"charlm": "pipeline.charlm:make", "sleep": "pipeline.sleeping:make"}
 """Functions that have a short name."""
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
 
 import torch
 
+from coexec._private import WithoutModes
 from coexec.runners.placeholder import realize
 from coexec.runners.python_runner import PythonRunner
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
@@ -24,12 +25,29 @@ from coexec.tracegraph.ambient import restored
 from coexec.tracegraph.trace import Kind, Produced
 
 
-def replay(runner: PythonRunner, event: Any) -> None:
-    """Cancels the graph's iteration and runs its matched events through `event`.
+class Recorder(Protocol):
+    """What a replay needs of `coexec.tracer.recorder.Recorder`."""
+
+    def event(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        location: int,
+        adopt: Callable[[Any], Any],
+    ) -> Any:
+        """Runs a torch call eagerly and records it."""
+
+    def fail(self, id_: str, detail: str) -> None:
+        """Gives the recording up."""
+
+
+def replay(runner: PythonRunner, recorder: Recorder) -> None:
+    """Cancels the graph's iteration and runs its matched events through `recorder`.
 
     Args:
         runner: the PythonRunner that gives up; none of its function modes may be active.
-        event: like `Recorder.event`.
+        recorder: runs each event eagerly, and records it.
     """
     runner.graph_runner.cancel()
     runner.graph_runner.finish()
@@ -52,7 +70,7 @@ def replay(runner: PythonRunner, event: Any) -> None:
         state = _state(records[0])
         with contextlib.nullcontext() if state is None else restored(state):
             for record in records:
-                _redo(record, objects, event)
+                _redo(record, objects, recorder)
     for exposure, contents in zip(exposed, written, strict=True):
         exposure.memory.copy_(contents)
     it.records.clear()
@@ -62,7 +80,7 @@ def _state(record: object) -> Hashable:
     return record.ambient if isinstance(record, EventRecord) else None
 
 
-def _redo(record: object, objects: dict[Produced, torch.Tensor], event: Any) -> None:
+def _redo(record: object, objects: dict[Produced, torch.Tensor], recorder: Recorder) -> None:
     match record:
         case FlagRecord():
             record.tensor.requires_grad_(record.after)
@@ -70,10 +88,10 @@ def _redo(record: object, objects: dict[Produced, torch.Tensor], event: Any) -> 
             value = None if record.value is None else _tensor(record.value, objects)
             _tensor(record.leaf, objects).grad = value
         case EventRecord():
-            _run(record, objects, event)
+            _run(record, objects, recorder)
 
 
-def _run(record: EventRecord, objects: dict[Produced, torch.Tensor], event: Any) -> None:
+def _run(record: EventRecord, objects: dict[Produced, torch.Tensor], recorder: Recorder) -> None:
     node = record.node
     explicit = len(record.tokens) - len(node.implicit_metas)
     tensors = [_tensor(t, objects) for t in record.tokens[:explicit]]
@@ -91,14 +109,15 @@ def _run(record: EventRecord, objects: dict[Produced, torch.Tensor], event: Any)
                 realize(outputs[grad.output], leaf.grad)
         return calls.build(node.result, outputs, tensors)
 
-    event(node.function, args, kwargs, record.location, adopt)
-    if record.exposure is not None:
+    recorder.event(node.function, args, kwargs, record.location, adopt)
+    if record.exposure is not None and record.exposure.alive:
+        recorder.fail("CX0114", "an array that shares memory with a tensor is still in use")
         _share(tensors[0], record.exposure.memory)
 
 
 def _share(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     """Puts a tensor on the memory that an array in Python's hands already has."""
-    with torch.no_grad():
+    with torch.no_grad(), WithoutModes():
         tensor.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
 
 

@@ -127,7 +127,7 @@ class PythonRunner(TorchFunctionMode):
             return self._passive(function, args, kwargs)
         if function == functions.GET_GRAD:
             return self._get_grad(args[0])
-        if function in functions.AMBIENT or getattr(function, "__module__", None) == "torch._ops.profiler":
+        if function in _PASSED_ON or getattr(function, "__module__", None) == "torch._ops.profiler":
             return function(*args, **kwargs)
         if function in functions.INDEXING:
             args = functions.with_index_tensors(args)
@@ -599,4 +599,5 @@ def _references(symbol: Symbol) -> int:
 #: What `_references` counts for a placeholder that only its symbol refers to.
 _NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_of(torch.empty(0)), None))
 
+_PASSED_ON = functions.AMBIENT | functions.MARKS
 _IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getset descriptor

@@ -50,6 +50,11 @@ PASSIVE: frozenset[Callable[..., Any]] = frozenset(
 #: Change or bracket the state around events; the state itself is part of every event's key.
 AMBIENT: frozenset[Callable[..., Any]] = frozenset({torch._C._set_grad_enabled})
 
+#: Operators that mark a tensor which was made of Python data just now; they change nothing.
+MARKS: frozenset[Callable[..., Any]] = frozenset(
+    {torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh.default}
+)
+
 #: Namespaces of operators that only annotate (profiler ranges).
 ANNOTATING_NAMESPACES = ("profiler",)
 

@@ -51,9 +51,9 @@ class Call:
     outs: tuple[int | None, ...]
     when: When
     location: int
+    release: tuple[int, ...] = ()
     grad_mode: bool = False
     shapes: tuple[tuple[int, ...] | None, ...] = ()
-    release: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

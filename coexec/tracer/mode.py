@@ -18,7 +18,10 @@ from coexec.tracegraph import calls, functions
 from coexec.tracer.recorder import Recorder
 
 _UNRECORDED = (
-    functions.PASSIVE | functions.AMBIENT | {functions.GET_GRAD, functions.SET_GRAD, functions.DELETE_GRAD}
+    functions.PASSIVE
+    | functions.AMBIENT
+    | functions.MARKS
+    | {functions.GET_GRAD, functions.SET_GRAD, functions.DELETE_GRAD}
 )
 
 

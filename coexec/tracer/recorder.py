@@ -26,6 +26,7 @@ from coexec._private import (
     WithoutModes,
     is_exposed,
     is_transformed,
+    transform_depth,
 )
 from coexec.location import describe
 from coexec.reasons import Cause, cause
@@ -175,6 +176,8 @@ class Recorder(TorchDispatchMode):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Prepared:
         self._check_exposed()
+        if transform_depth(0)[1]:
+            raise Untraceable("CX0102", f"saved tensor hooks around {functions.name_of(function)}")
         if function in functions.UNSUPPORTED:
             raise Untraceable("CX0109", functions.name_of(function))
         tensors, numbers, key = calls.flatten(args, kwargs)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from pipeline.cli import plan, run, simulate, validate
+from pipeline.cli import compare, plan, run, simulate, validate
 from pipeline.errors import PipelineError
 
 
@@ -31,7 +31,13 @@ class Command(Protocol):
         """Do it, and give the exit status."""
 
 
-COMMANDS: dict[str, Command] = {"plan": plan, "validate": validate, "simulate": simulate, "run": run}
+COMMANDS: dict[str, Command] = {
+    "plan": plan,
+    "validate": validate,
+    "simulate": simulate,
+    "run": run,
+    "compare": compare,
+}
 """The commands by name."""
 
 

@@ -88,6 +88,10 @@ class Saved:
         """All that is held, in the order in which it was saved."""
         return [self._unpack(view) for view in self._views]
 
+    def storages(self) -> list[torch.Tensor]:
+        """The storages that are here, as bytes."""
+        return [as_bytes(slot.storage) for slot in self._slots.values() if slot.storage is not None]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the storages that are here."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import coexec
-from coexec import tape
+from coexec import block_watch, tape
 from coexec.runners.graph_runner import make_graph_runner
 from coexec.runners.interpreter import InterpretedRunner
 from tests.coexec import stepped
@@ -25,7 +25,9 @@ def leave_all_modes():
         torch.overrides._pop_mode()
     while torch.utils._python_dispatch._get_current_dispatch_mode_stack():
         torch.utils._python_dispatch._pop_mode()
-    torch.random.default_generator = torch.default_generator
+    if block_watch._callbacks:
+        block_watch._callbacks.clear()
+        block_watch._uninstall()
     tape._active.depth = 0
 
 

@@ -136,9 +136,6 @@ def test_gradients_accumulate_over_iterations(compared):
     compared(linear, step, 15)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the backward pass adds to a gradient that no event was given (CX0111)"
-)
 def test_an_iteration_that_accumulates_gradients_is_coexecuted():
     def step(s, k, tape):
         x = torch.randn(5, 4)
@@ -171,9 +168,6 @@ def test_gradients_are_read_kept_replaced_and_deleted(compared):
     compared(weights("w"), step, 12)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a gradient that two leaves share becomes two tensors, if nobody else keeps it"
-)
 def test_one_tensor_is_the_gradient_of_two_leaves():
     def step(s, k, tape):
         with tape():
@@ -351,7 +345,6 @@ def test_training_in_an_inner_loop_of_varying_length(compared):
     assert coexecuted(compared(linear, step, 14), 7)
 
 
-@silent("the placeholder keeps the requires_grad that it was made with")
 @pytest.mark.parametrize("way", ["requires_grad_", "setter", "detach_", "in place"])
 def test_requires_grad_changed_by_a_call_is_seen_by_python(way):
     def step(s, k, tape):

@@ -194,7 +194,7 @@ def test_a_value_of_numpy_that_depends_on_a_fetch_is_fed(compared, convert):
             y = s.model(x)
             seen = y.detach().numpy().sum(axis=0)
             scale = convert(np.tanh(seen) + k)
-            z = torch.randn(5, 3) * scale + float(seen[0])
+            z = torch.randn(5, 3) * scale + abs(float(seen[0])) + 3
             train(s, (y * z).mean())
         return z
 

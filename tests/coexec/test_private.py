@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec import _private
-from coexec.random_watch import RandomWatch
+from coexec.block_watch import BlockWatch
 from coexec.tracegraph.calls import meta_of
 
 
@@ -161,12 +162,12 @@ def test_backward_passes_run_below_the_engines_frame():
     ],
 )
 def test_functions_of_the_random_module_are_watched(touch):
-    touched = []
-    with RandomWatch(touched.append):
+    called = []
+    with BlockWatch(lambda name, arguments: called.append(name)):
         touch()
-        torch.rand(1)
 
-    assert len(touched) >= 1
+    assert called
+    assert all(name.startswith("the default generator's ") for name in called)
     assert torch.random.default_generator is torch.default_generator
 
 
@@ -174,9 +175,42 @@ STATE = torch.get_rng_state()
 
 
 def test_operations_that_draw_are_not_watched():
-    touched = []
-    with RandomWatch(touched.append):
+    called = []
+    with BlockWatch(lambda name, arguments: called.append(name)):
         torch.rand(1)
         torch.nn.functional.dropout(torch.ones(1))
 
-    assert touched == []
+    assert called == []
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_functions_and_parameters_made_in_a_block_are_watched_and_work():
+    called, x = [], torch.ones(2, requires_grad=True)
+    with BlockWatch(lambda name, arguments: called.append((name, arguments[0] is x))):
+        y = Twice.apply(x)
+        p = torch.nn.Parameter(x.detach(), False)
+    torch.nn.Parameter(x.detach())
+
+    assert called == [("Twice.apply", True), ("nn.Parameter", False)]
+    assert y.grad_fn.name() == "TwiceBackward"
+    assert type(p) is torch.nn.Parameter
+    assert not p.requires_grad
+
+
+def test_the_watch_of_one_thread_does_not_see_another():
+    called = []
+    with BlockWatch(lambda name, arguments: called.append(name)):
+        thread = threading.Thread(target=torch.initial_seed)
+        thread.start()
+        thread.join()
+
+    assert called == []

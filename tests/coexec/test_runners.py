@@ -238,12 +238,12 @@ def test_the_runners_agree_on_random_programs(data):
                     (aten.neg.default, 1),
                     (aten.detach.default, 1),
                     (aten.t.default, 1),
-                    (aten.add_.Tensor, 2),
+                    (aten.mul_.Scalar, 1),
                 ]
             )
         )
         args = [Reg(data.draw(st.sampled_from(known))) for _ in range(arity)]
-        extra = (1,) if target in (aten.add.Tensor, aten.add_.Tensor) else ()
+        extra = {aten.add.Tensor: (1,), aten.mul_.Scalar: (2,)}.get(target, ())
         instructions.append(call(target, *args, *extra, out=out))
         known.append(out)
         if data.draw(st.booleans()):
