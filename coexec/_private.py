@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd import graph as _graph
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
@@ -117,6 +118,28 @@ def transform_depth(own_modes: int) -> tuple[int, bool]:
     level: int = torch._C._functorch.maybe_current_level() or 0
     packing = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return depth * 1000 + level, packing
+
+
+def without_current_modes() -> AbstractContextManager[Any]:
+    """A context in which no dispatch mode is active that was entered before it."""
+    return _disable_current_modes()
+
+
+_C: Any = torch._C
+
+
+def kernel_choices() -> tuple[Any, ...]:
+    """The settings by which PyTorch chooses between kernels of one operation."""
+    return (
+        _C._get_flash_sdp_enabled(),
+        _C._get_math_sdp_enabled(),
+        _C._get_mem_efficient_sdp_enabled(),
+        _C._get_mkldnn_enabled(),
+        _C._get_cudnn_enabled(),
+        _C._get_cudnn_benchmark(),
+        _C._get_cudnn_deterministic(),
+        _C._get_float32_matmul_precision(),
+    )
 
 
 def foreign_modes() -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from coexec._private import enter, foreign_modes, leave
+from coexec._private import enter, foreign_modes, leave, without_current_modes
 from coexec.block_watch import BlockWatch
 from coexec.errors import CommitError, TapeError
 from coexec.location import describe
@@ -186,6 +186,7 @@ class _CoexecutionSession(_Session):
         assert state.skeleton is not None
         self._frame = frame
         self._recorder: Recorder | None = None
+        self._entered = False
         self._cause: Cause | None = None
         self._asynchronous = not options.synchronous and options.mode == "coexec"
         self._began = time.perf_counter()
@@ -219,22 +220,21 @@ class _CoexecutionSession(_Session):
     def _on_mismatch(self, runner: PythonRunner, mismatch: Mismatch) -> Any:
         """Becomes a tracing session in the middle of the iteration."""
         self._cause = cause(mismatch.id, mismatch.detail, describe(runner.iteration.location))
-        recorder = Recorder(self.state.identities, own_modes=2 if runner.entered else 1)
+        recorder = Recorder(self.state.identities)
         mode = TracingMode(recorder, self._frame)
         if mismatch.id == "CX0114":  # what Python writes through NumPy no trace can hold
             recorder.fail(mismatch.id, mismatch.detail)
-        if runner.entered:
-            enter(recorder)
-            self._recorder = recorder
+        with without_current_modes(), recorder:  # modes of the user have seen these calls, or never will
             replay(runner, recorder)
-        else:
-            with recorder:
-                replay(runner, recorder)
+        if runner.entered:
+            recorder.set_own_modes(2)
+            enter(recorder)
+            self._entered = True
         self._recorder = recorder
         return mode.run
 
     def end(self, error: BaseException | None) -> None:
-        if self._recorder is not None:
+        if self._entered:
             leave(self._recorder)
         self.runner.leave()
         leave(self._watch)
@@ -245,7 +245,9 @@ class _CoexecutionSession(_Session):
                 self.runner.validate()
         except Mismatch as mismatch:
             self._fall_back(mismatch)
-        if self._recorder is not None:
+        if self.runner.fell_back and self._recorder is None:
+            self._broke_off()  # the replay raised, and that is what leaves the block
+        elif self._recorder is not None:
             if error is not None:
                 self._recorder.fail("CX0002", type(error).__name__)
             self._fell_back()
@@ -260,11 +262,15 @@ class _CoexecutionSession(_Session):
         try:
             self.runner.fall_back(mismatch)
         except BaseException:
-            self.state.running = False
-            self.state.steps["fallback"] += 1
-            if self._cause is not None:
-                self.state.note(self._cause)
+            self._broke_off()
             raise
+
+    def _broke_off(self) -> None:
+        """Counts an iteration that eager execution could not repeat without an error."""
+        self.state.running = False
+        self.state.steps["fallback"] += 1
+        if self._cause is not None:
+            self.state.note(self._cause)
 
     def _may_go_on(self) -> bool:
         """Whether Python can leave the block before the GraphRunner is done."""

@@ -3,6 +3,7 @@
     ModelGraph, Cost -> ProfiledGraph -+
                         Topology ------+-> planner -> Plan -> compile -> Program -> validate
                                                                                  -> simulate
+                                                                                 -> run
 
 Each arrow is a function from one frozen structure to the next, with JSON or strict text on both sides:
 
@@ -14,6 +15,10 @@ Each arrow is a function from one frozen structure to the next, with JSON or str
     actions, program               what each rank does, in text: `F 0 3 w0`
     validator                      dependencies, messages, deadlock, memory, weight versions
     simulator                      time, bubble, memory, critical path; traces and pictures
+    runtime                        runs programs on torch.distributed
+    capture, profiling             a module as a graph, and what its parts cost on this machine
+
+`runtime`, `capture` and `profiling` load torch, so that they are imported by name and not from here.
 
 `python -m pipeline --help` has all of this as commands. Start at `program.Program`.
 """

@@ -72,9 +72,12 @@ def make_trainable(name: str, seed: int, **options: Any) -> Trainable:
     except (ImportError, AttributeError) as error:
         raise PlanError(f"model {name!r} can't be loaded: {error}.") from error
     try:
-        inspect.signature(make).bind(**options)
+        signature = inspect.signature(make)
+        signature.bind(**options)
     except TypeError as error:
-        raise PlanError(f"model {name!r}: {error}; it takes {inspect.signature(make)}.") from error
+        raise PlanError(f"model {name!r}: {error}; it takes {signature}.") from error
+    except ValueError as error:
+        raise PlanError(f"model {name!r} is no function with a signature: {error}.") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = make(**options)

@@ -32,6 +32,15 @@ Ambient ambient_fingerprint() {
                   torch::autograd::AnomalyMode::is_enabled() << 3 |
                   at::SavedTensorDefaultHooks::is_enabled() << 4;
   if (at::SavedTensorDefaultHooks::get_hooks(true).has_value()) flags |= 1 << 5;
+  auto& context = at::globalContext();
+  flags |= static_cast<int64_t>(context.userEnabledFlashSDP()) << 44 |
+           static_cast<int64_t>(context.userEnabledMathSDP()) << 45 |
+           static_cast<int64_t>(context.userEnabledMemEfficientSDP()) << 46 |
+           static_cast<int64_t>(context.userEnabledMkldnn()) << 47 |
+           static_cast<int64_t>(context.userEnabledCuDNN()) << 48 |
+           static_cast<int64_t>(context.benchmarkCuDNN()) << 49 |
+           static_cast<int64_t>(context.deterministicCuDNN()) << 50 |
+           static_cast<int64_t>(context.float32MatmulPrecision()) << 52;
   flags |= static_cast<int64_t>(c10::typeMetaToScalarType(c10::get_default_dtype())) << 8;
   flags |= static_cast<int64_t>(at::get_num_threads()) << 16;
   flags |= static_cast<int64_t>(c10::impl::TorchDispatchModeTLS::stack_len()) << 32;

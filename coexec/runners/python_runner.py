@@ -147,6 +147,7 @@ class PythonRunner(TorchFunctionMode):
     def fall_back(self, mismatch: Mismatch) -> None:
         """Makes the iteration eager; placeholders are real tensors when this returns."""
         self._let_go()
+        self._eager = _call  # if the replay raises, the rest of the block runs as it is
         with torch._C.DisableTorchFunction():
             self._eager = self._on_mismatch(self, mismatch)
 
@@ -573,7 +574,12 @@ class PythonRunner(TorchFunctionMode):
         else:
             base, meta = self._object(rebased[0]), output.meta
             assert base is not None
-            offset = int(base.storage_offset()) + rebased[1]
+            shift = rebased[1]
+            if not program.compiled:  # an index may have been fed: the view of the shadow knows
+                shift = self.graph_runner.value(
+                    program.plans[binding.event].outputs[binding.output]
+                ).storage_offset()
+            offset = int(base.storage_offset()) + shift
             value = torch.as_strided(base.detach(), meta.shape, meta.stride, offset)
         return dressed(value, output.meta, output.history)
 
@@ -590,6 +596,10 @@ class PythonRunner(TorchFunctionMode):
         if not numbers_fit(nearest, numbers):
             return f"{name} with numbers {numbers} where traces had {[s.value for s in nearest.numbers]}"
         return f"{name} on other tensors than in any trace"
+
+
+def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    return function(*args, **kwargs)
 
 
 def _references(symbol: Symbol) -> int:

@@ -89,7 +89,8 @@ def _node(
 def _is_simple(node: Node) -> bool:
     """Whether an event needs nothing but comparing its arguments."""
     special = node.backward or node.implicit_metas or node.rebinds or node.grads
-    return node.kind is Kind.COMPUTE and not special and bool(node.alternatives)
+    by_path = any(a.path is not None for a in node.alternatives)
+    return node.kind is Kind.COMPUTE and not special and not by_path and bool(node.alternatives)
 
 
 def _meta(meta: TensorMeta) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from coexec._private import transform_depth
+from coexec._private import kernel_choices, transform_depth
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -37,6 +37,7 @@ def ambient(own_modes: int = 0) -> Hashable:
         torch.get_num_threads(),
         torch.is_anomaly_enabled(),
         transform_depth(own_modes),
+        kernel_choices(),
     )
 
 

@@ -87,7 +87,8 @@ class FedNumber:
 class Alternative:
     """One way in which the arguments of a node bind, and what its operations then read.
 
-    `path` holds the nodes before it when the node depends on all of them (the backward pass). `pins`
+    `path` holds the nodes before it when the node depends on all of them: a backward pass, or a call
+    whose arguments alone do not say what it reads. `pins`
     are numbers of that path that vary elsewhere, but had one value in every trace of this
     alternative: (node, slot, value).
     """

@@ -73,15 +73,18 @@ def _needed(instructions: Sequence[Movable], candidates: set[int]) -> list[int]:
 
 def _closed(instructions: Sequence[Movable], chosen: list[int], candidates: set[int]) -> list[int]:
     """Leaves out what would pass a candidate that stays and touches the same memory."""
-    stays = candidates - set(chosen)
+    going = set(chosen)
     result = []
-    blocked: set[int] = set()
-    blocked_registers: set[int] = set()
+    read: set[int] = set()  # by candidates that stay
+    written: set[int] = set()
+    defined: set[int] = set()
     for position in sorted(candidates):
         access = instructions[position].access
-        if position in stays or access.writes & blocked or access.uses & blocked_registers:
-            blocked |= access.reads | access.writes
-            blocked_registers |= access.defines
-        else:
+        passes = not (access.writes & (read | written) or access.reads & written or access.uses & defined)
+        if position in going and passes:
             result.append(position)
+        else:
+            read |= access.reads
+            written |= access.writes
+            defined |= access.defines
     return result

@@ -40,14 +40,16 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
     parameters = {e.uid for t in traces for e in t.externals if e.parameter}
     exposed = {e.uid for t in traces for e in t.externals if e.exposed}
     captured = {uid for uid, n in seen.items() if n > 1 or uid in parameters} - exposed
+    path_dependent: set[tuple[object, ...]] = set()
     while True:
-        builder = _Builder(captured)
+        builder = _Builder(captured, path_dependent)
         for trace in traces:
             builder.add(trace)
         conflicting = builder.conflicting_captures()
-        if not conflicting:
+        if not conflicting and not builder.ambiguous:
             return builder.freeze(len(traces))
         captured -= conflicting
+        path_dependent |= builder.ambiguous
 
 
 @dataclass
@@ -60,8 +62,10 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, captured_uids: set[int]) -> None:
+    def __init__(self, captured_uids: set[int], path_dependent: set[tuple[object, ...]]) -> None:
         self.captured_uids = captured_uids
+        self.path_dependent = path_dependent
+        self.ambiguous: set[tuple[object, ...]] = set()  # events whose arguments do not say what they read
         self.captured: dict[int, int] = {}  # uid -> index
         self.drafts: list[_Draft] = []
         self.graph = nx.DiGraph()
@@ -124,6 +128,7 @@ class _Builder:
         )
         if position < len(draft.alternatives):
             if draft.alternatives[position].sources != alternative.sources:
+                self.ambiguous.add(_identity(event))
                 return False
         else:
             draft.alternatives.append(alternative)
@@ -184,7 +189,8 @@ class _Builder:
             else:
                 bindings.append(None)
         sources = tuple(self._source(s, path, refs) for s in event.sources)
-        return Alternative(tuple(bindings), sources, tuple(path) if event.backward else None)
+        by_path = event.backward or _identity(event) in self.path_dependent
+        return Alternative(tuple(bindings), sources, tuple(path) if by_path else None)
 
     def _external(
         self, index: int, id_: int, argument: int, trace: Trace, refs: dict[int, Captured | Fed]

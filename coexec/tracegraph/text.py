@@ -1,4 +1,4 @@
-"""TraceGraphs and switch-cases as text, for people and for tests.
+"""TraceGraphs, switch-cases and programs as text, for people and for tests.
 
 In:  a TraceGraph.
 Out: one line a node. `%3` is the output of node 3, `c0` a captured tensor, `feed` a tensor that Python
@@ -6,18 +6,39 @@ Out: one line a node. `%3` is the output of node 3, `c0` a captured tensor, `fee
      the next line.
 
     %2 = aten.add.Tensor(%0, %1)  # train.py:41
+
+In:  a Program.
+Out: one line an instruction, behind its position. `r3` is a register.
+
+      4  r5 = aten.mm.default(r3, r1)                                   release r3
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
+
+import torch
 
 from coexec.tracegraph.cases import SwitchCase
 from coexec.tracegraph.graph import END, START, Captured, Fed, Node, NodeBinding, TraceGraph
 from coexec.tracegraph.loops import Loop
+from coexec.tracegraph.program import (
+    Call,
+    Commit,
+    Compiled,
+    Feed,
+    Fetch,
+    Instruction,
+    Jump,
+    Move,
+    Program,
+    Switch,
+    When,
+)
 from coexec.tracegraph.rolled import Item, LoopNode, roll
-from coexec.tracegraph.trace import Kind, Produced
+from coexec.tracegraph.trace import Kind, Produced, TensorMeta
 
 Describe = Callable[[int], str]
 
@@ -70,6 +91,54 @@ def format_cases(switch_cases: Sequence[SwitchCase]) -> str:
             cases.append(f"{block} if {edges}" if len(switch_case.cases) > 1 else block)
         lines.append(f"switch {number}: " + " | ".join(cases))
     return "\n".join(lines)
+
+
+def format_program(program: Program) -> str:
+    """A program, one instruction a line, behind the registers of its captured tensors."""
+    lines = [f"     r{register} = c{index}" for index, register in program.captured.items()]
+    for position, instruction in enumerate(program.instructions):
+        notes = []
+        if isinstance(instruction, (Call, Feed)) and instruction.when is not When.NOW:
+            notes.append(instruction.when.name.lower())
+        if instruction.release:
+            notes.append(f"release {_registers(instruction.release)}")
+        lines.append(f"{position:3}  {_instruction(instruction):62} {'; '.join(notes)}".rstrip())
+    return "\n".join(lines)
+
+
+def _instruction(instruction: Instruction) -> str:
+    match instruction:
+        case Call():
+            left = f"{_registers(instruction.outs)} = " if instruction.outs else ""
+            return f"{left}{instruction.target}({', '.join(map(_argument, instruction.args))})"
+        case Feed():
+            what = instruction.example if isinstance(instruction.example, TensorMeta) else "number"
+            return f"r{instruction.out} = feed {what}"
+        case Fetch():
+            return f"fetch {instruction.slot}: r{instruction.source}" + (
+                " copied" if instruction.copy else ""
+            )
+        case Move():
+            pairs = zip(instruction.outs, instruction.sources, strict=True)
+            return ", ".join(f"r{out} = r{source}" for out, source in pairs) or "nothing"
+        case Switch():
+            return f"switch {instruction.purpose}: {', '.join(map(str, instruction.targets))}"
+        case Jump():
+            return f"jump {instruction.target}"
+        case Compiled():
+            return f"{_registers(instruction.outs)} = compiled({_registers(instruction.sources)})"
+        case Commit():
+            return "commit"
+
+
+def _registers(registers: Sequence[int | None]) -> str:
+    return ", ".join("_" if register is None else f"r{register}" for register in registers)
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_argument, value))}]"
+    return "tensor" if isinstance(value, torch.Tensor) else str(value)
 
 
 def _line(node: Node, representative: dict[int, int], where: Describe) -> str:

@@ -157,6 +157,10 @@ class Recorder(TorchDispatchMode):
         if self.cause is None:
             self.cause = cause(id_, detail, describe(self.location))
 
+    def set_own_modes(self, own_modes: int) -> None:
+        """Says how many dispatch modes of coexec are active from now on."""
+        self._own_modes = own_modes
+
     def is_external(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor comes from outside of the iteration, as far as is known."""
         known = self._known.get(id(tensor))
@@ -469,6 +473,8 @@ class Recorder(TorchDispatchMode):
         event = self._open
         assert event is not None
         args, tensors = encoded
+        if not tensors:
+            args = _with_dtype(function, args, returned)
         writes = self._writes(function, args)
         if writes and self._exposed:
             self._exposed = [e for e in self._exposed if e.alive]
@@ -688,6 +694,15 @@ def _values_in(argument: Any) -> Iterator[Value]:
     for v in _flat(argument):
         if isinstance(v, (Input, Local)):
             yield v
+
+
+def _with_dtype(function: Any, args: tuple[Any, ...], returned: Any) -> tuple[Any, ...]:
+    """A factory's arguments with the default dtype written out: it may be another one later."""
+    names = [a.name for a in function._schema.arguments]
+    if "dtype" not in names or not isinstance(returned, torch.Tensor):
+        return args
+    index = names.index("dtype")
+    return (*args[:index], returned.dtype, *args[index + 1 :]) if args[index] is None else args
 
 
 def _positional(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

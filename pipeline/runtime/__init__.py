@@ -1,10 +1,18 @@
 """Runs programs on torch.distributed: `Runner` on each rank executes its part.
 
     saved, entry, stage    what a stage computes and holds; storages that can move to another rank and back
+    split                  backward in two parts
     weights, replicas      versions of weights, and gradients of replicas
     specs                  what ranks agree on before they start
+    place                  several processes that act as one rank
     channels, sends        messages, with a time limit
+    values, exchange       activations and gradients between stages
+    transfers              what moves to another rank and back
     runner                 all of it, action by action
+    checkpoint             files to go on from
+    reference              the same training in one process, to compare with
+    job, worker, launch    a whole job on this machine, by torchrun
+    measure, progress      what stages cost, and where ranks are
 
 Start at `runner.Runner`.
 """

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from pipeline.actions import GIVING, Message, Transfer, other_end
 from pipeline.program import Program
 from pipeline.runtime.errors import RunError
+from pipeline.runtime.place import Place
 from pipeline.validator.messages import Channel, Matching, channel_of
 
 
@@ -65,16 +66,16 @@ def wait(work: dist.Work, limit_s: float, who: str) -> None:
 class Channels:
     """What one rank sends and receives through."""
 
-    def __init__(self, program: Program, rank: int, *, matching: Matching, limit_s: float) -> None:
+    def __init__(self, program: Program, place: Place, *, matching: Matching, limit_s: float) -> None:
         """Make the process groups that a program needs; every rank has to do this at the same time.
 
         Args:
             program: The program, the same on every rank.
-            rank: This rank.
+            place: Which process of which rank this is.
             matching: How the backend matches messages.
             limit_s: Seconds that a wait may take.
         """
-        self._rank = rank
+        self._place = place
         self._limit_s = limit_s
         self._tags: dict[tuple[int, Message | Transfer], int] = {}
         self._groups: dict[Channel, dist.ProcessGroup] = {}
@@ -82,27 +83,27 @@ class Channels:
             self._tags = _tags(program)
             return
         for channel in _channels(program):
-            group = dist.new_group([channel[0], channel[1]])
-            if rank in channel[:2] and isinstance(group, dist.ProcessGroup):
+            ends = channel[0], channel[1]
+            group = place.new_group(ends)
+            if place.rank in ends and group is not None:
                 self._groups[channel] = group
 
     def start(self, action: Message | Transfer, tensors: Sequence[torch.Tensor]) -> Pending:
         """Start sending the tensors, or receiving into them; they must be contiguous."""
         gives = action.kind in GIVING
         tag = self._tags.get(
-            (self._rank, action) if gives else (action.peer, other_end(action, self._rank)), 0
+            (self._place.rank, action) if gives else (action.peer, other_end(action, self._place.rank)), 0
         )
-        group = self._groups.get(channel_of(action, self._rank))
+        group = self._groups.get(channel_of(action, self._place.rank))
+        peer = self._place.process(action.peer)
         works = []
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
-            if gives:
-                work = dist.isend(tensor, action.peer, group, tag)
-            else:
-                work = dist.irecv(tensor, action.peer, group, tag)
+            start = dist.isend if gives else dist.irecv
+            work = start(tensor, peer, group, tag)
             if work is None:
-                raise RunError(f"rank {self._rank} is not part of the process group for {action}.")
+                raise RunError(f"rank {self._place.rank} is not part of the process group for {action}.")
             works.append(work)
         return Pending(action, tuple(tensors), tuple(works), self._limit_s)
 

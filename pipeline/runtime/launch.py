@@ -3,8 +3,8 @@
 In:  a module to run on each rank, and a directory for what the ranks have to say.
 Out: the exit status of torchrun; afterwards all its processes are gone.
 
-Each rank writes `rank-R.pid` when it starts and ends by itself when torchrun is gone, so that even killing
-torchrun leaves nothing behind.
+Each rank writes `rank-R.pid` when it starts, and ends by itself when torchrun, or what started that, is gone,
+so that even killing these leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ POLL_S = 0.2
 
 GRACE_S = 10.0
 """How long processes have to end by themselves, seconds."""
+
+
+_LAUNCHER = "PIPELINE_LAUNCHER"
+"""Variable with the id of the process that started torchrun."""
 
 
 def launch(
@@ -53,7 +57,7 @@ def launch(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [*torchrun, str(processes), "-m", module, *arguments]
     # Each rank computes with one thread unless told otherwise; said here, torchrun need not warn about it.
-    variables = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
+    variables = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {}), _LAUNCHER: str(os.getpid())}
     process = subprocess.Popen(command, env=variables)
     end = None if limit_s is None else time.monotonic() + limit_s
     try:
@@ -69,16 +73,26 @@ def launch(
 
 
 def announce(directory: Path, rank: int) -> None:
-    """To be called by each rank first: writes its process id, and ends it when its parent is gone."""
+    """To be called by each rank first: writes its process id, and ends it when those above it are gone."""
     (directory / f"rank-{rank}.pid").write_text(str(os.getpid()))
-    parent = os.getppid()
+    parent, launcher = os.getppid(), int(os.environ.get(_LAUNCHER, os.getppid()))
 
     def stay() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and _alive(launcher):
             time.sleep(POLL_S)
         os._exit(1)
 
     Thread(target=stay, name="pipeline-parent", daemon=True).start()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _end(process: subprocess.Popen[bytes], directory: Path) -> None:

@@ -14,17 +14,18 @@ from torch import nn
 
 from pipeline.program import Layout
 from pipeline.runtime.channels import wait
+from pipeline.runtime.place import Place
 
 
 class Replicas:
     """The process groups of replicated stages."""
 
-    def __init__(self, layout: Layout, limit_s: float) -> None:
+    def __init__(self, layout: Layout, place: Place, limit_s: float) -> None:
         """Make the groups; every rank has to do this at the same time."""
         self._limit_s = limit_s
         self._ranks = [stage.ranks for stage in layout.stages]
         self._groups = {
-            ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys(self._ranks) if len(ranks) > 1
+            ranks: place.new_group(ranks) for ranks in dict.fromkeys(self._ranks) if len(ranks) > 1
         }
 
     def reduce(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:

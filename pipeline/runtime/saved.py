@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from pipeline.runtime.errors import InPlaceError, RunError
 
@@ -102,22 +103,39 @@ class Saved:
         """Bytes of each storage, here or away, in the order in which they were saved."""
         return tuple(slot.nbytes for slot in self._slots.values())
 
-    def finish(self) -> None:
-        """Call when the forward pass is done: copies the used part of storages that are mostly unused."""
+    def finish(self, keep: Collection[int] = frozenset()) -> None:
+        """Call when the forward pass is done: copies the used part of storages that are mostly unused.
+
+        Args:
+            keep: More addresses of storages that stay where they are. Fully sharded parameters have other
+                storages after the pass than before; those that they had in between have been emptied.
+        """
+        gone = {a for a, slot in self._slots.items() if a in keep or as_bytes(_here(slot)).numel() == 0}
+        by_slot: dict[int, list[_View]] = {id(slot): [] for slot in self._slots.values()}
+        for view in self._views:
+            if view.slot is not None and view.address in gone:
+                view.slot = None
+            elif view.slot is not None:
+                by_slot[id(view.slot)].append(view)
+        for address in gone:
+            del self._slots[address]
         for slot in self._slots.values():
-            views = [view for view in self._views if view.slot is slot]
-            first = min(view.offset * view.dtype.itemsize for view in views)
-            end = max(_end(view) for view in views)
-            # Views of several types may share a storage; their offsets stay whole numbers of elements.
-            first -= first % max(view.dtype.itemsize for view in views)
-            if slot.storage is None or end - first >= SPARSE_USE * slot.nbytes:
-                continue
-            for view in views:
-                self._check(view)
-                view.alias = None
-                view.offset -= first // view.dtype.itemsize
-            slot.storage = as_bytes(slot.storage)[first:end].clone().untyped_storage()
-            slot.nbytes = slot.storage.nbytes()
+            self._shrink(slot, by_slot[id(slot)])
+
+    def _shrink(self, slot: _Slot, views: Sequence[_View]) -> None:
+        """Replace a storage that is mostly unused by a copy of the part that is used."""
+        first = min(view.offset * view.dtype.itemsize for view in views)
+        end = max(_end(view) for view in views)
+        # Views of several types may share a storage; their offsets stay whole numbers of elements.
+        first -= first % max(view.dtype.itemsize for view in views)
+        if end - first >= SPARSE_USE * slot.nbytes:
+            return
+        for view in views:
+            self._check(view)
+            view.alias = None
+            view.offset -= first // view.dtype.itemsize
+        slot.storage = as_bytes(_here(slot))[first:end].clone().untyped_storage()
+        slot.nbytes = slot.storage.nbytes()
 
     def give(self) -> list[torch.Tensor]:
         """The storages as bytes, to be sent away; call `release` when that is done."""
@@ -197,7 +215,13 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def addresses(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """Addresses of the storages of tensors."""
-    return frozenset(t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided)
+    local = (local_tensor(t) for t in tensors)
+    return frozenset(t.untyped_storage().data_ptr() for t in local if t.layout == torch.strided)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a distributed tensor that is here; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _here(slot: _Slot) -> torch.UntypedStorage:

@@ -9,7 +9,8 @@ tried once, in order, on zeros in the shape of its inputs; buffers and generator
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import zip_longest
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from pipeline.plans import StageCost
 from pipeline.program import Layout, Program
 from pipeline.runtime.errors import RunError
+from pipeline.runtime.place import Place
 from pipeline.runtime.stage import StageRunner, Tensors
 from pipeline.schedules.synchronous import topological
 
@@ -82,7 +84,8 @@ def agree_on_program(program: Program) -> None:
     """
     text = str(program)
     digests: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(digests, blake2b(text.encode()).digest())
+    with _together("compare programs"):
+        dist.all_gather_object(digests, blake2b(text.encode()).digest())
     different = [r for r, digest in enumerate(digests) if digest != digests[0]]
     if not different:
         return
@@ -98,13 +101,13 @@ def agree_on_program(program: Program) -> None:
 
 
 def agree_on_specs(
-    layout: Layout, rank: int, runners: Mapping[int, StageRunner], data: Mapping[int, Tensors]
+    layout: Layout, place: Place, runners: Mapping[int, StageRunner], data: Mapping[int, Tensors]
 ) -> tuple[StageSpec, ...]:
     """Try every stage on its first replica, and tell all ranks what came out.
 
     Args:
         layout: The stages.
-        rank: This rank.
+        place: Which process of which rank this is.
         runners: The stages of this rank.
         data: For stages of this rank, the data of one micro-batch.
     """
@@ -112,12 +115,12 @@ def agree_on_specs(
     for s in topological(layout):
         owner = layout.stages[s].ranks[0]
         found: StageSpec | RunError | None = None
-        if rank == owner:
+        if place.rank == owner:
             try:
                 found = _try(layout, s, runners[s], specs, data.get(s, ()))
             except Exception as error:  # told to all, so that none waits for what never comes
-                found = RunError(f"rank {rank}, trying stage {s}: {error}")
-        result = _broadcast(found, owner)
+                found = RunError(f"rank {owner}, trying stage {s}: {error}")
+        result = _broadcast(found, owner * place.members)
         if result is None or isinstance(result, RunError):
             raise result or RunError(f"rank {owner} said nothing about stage {s}.")
         specs[s] = result
@@ -164,5 +167,18 @@ def _try(
 
 def _broadcast(value: T, source: int) -> T:
     box = [value]
-    dist.broadcast_object_list(box, src=source)
+    with _together(f"hear from process {source}"):
+        dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+@contextmanager
+def _together(what: str) -> Iterator[None]:
+    """What all ranks have to do together inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunError(
+            f"process {dist.get_rank()} could not {what} before the first action: some rank is gone, or never"
+            f" came so far ({str(error).splitlines()[0]})."
+        ) from error

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeline.runtime.entry import Entry
 from pipeline.runtime.errors import RunError
 from pipeline.runtime.saved import Saved, addresses
+from pipeline.runtime.split import Rest, backward_input, backward_weight
 from pipeline.runtime.weights import Weights
 
 Tensors = tuple[torch.Tensor, ...]
@@ -52,7 +53,7 @@ class _Graph:
         entry: Where backward leaves the gradients of the inputs.
         roots: By which backward enters, one for each floating-point output; None if that doesn't depend on
             anything that learns. Empty while the micro-batch is to be recomputed.
-        given: Gradients of the outputs, which the first part of backward leaves to the second.
+        rest: What the first part of backward leaves to the second.
     """
 
     saved: Saved
@@ -60,7 +61,7 @@ class _Graph:
     version: int
     entry: Entry
     roots: tuple[GradientEdge | None, ...] = ()
-    given: Tensors = ()
+    rest: Rest | None = None
 
 
 class StageRunner:
@@ -128,23 +129,20 @@ class StageRunner:
     def backward_input(self, k: int, gradients: Tensors) -> Tensors:
         """Gradients of the inputs alone; what is saved stays for `backward_weight`."""
         graph = self.graphs[k]
-        graph.given = gradients
         roots, given = _pair(graph.roots, gradients)
-        if roots and graph.entry.edges:
-            with self.weights.using(graph.version):
-                graph.entry.found = torch.autograd.grad(
-                    roots, graph.entry.edges, given, retain_graph=True, allow_unused=True
-                )
+        with self.weights.using(graph.version):
+            if roots and graph.entry.edges:
+                graph.entry.found, graph.rest = backward_input(roots, graph.entry.edges, given)
+            else:
+                graph.rest = Rest(roots, given)
         return graph.entry.gradients()
 
     def backward_weight(self, k: int) -> None:
         """Add up the gradients of parameters."""
         graph = self.graphs.pop(k)
-        roots, given = _pair(graph.roots, graph.given)
-        learning = [p for p in self.weights.parameters if p.requires_grad]
-        if roots and learning:
-            with self.weights.using(graph.version):
-                torch.autograd.backward(roots, given, inputs=learning)
+        assert graph.rest is not None
+        with self.weights.using(graph.version):
+            backward_weight(graph.rest, self.weights.parameters)
         graph.saved.clear()
 
     def _forward(self, k: int, inputs: Tensors, data: Tensors, version: int) -> tuple[_Graph, Tensors]:
@@ -154,7 +152,7 @@ class StageRunner:
         graph.roots = tuple(
             get_gradient_edge(t) if t.requires_grad else None for t in outputs if t.is_floating_point()
         )
-        graph.saved.finish()
+        graph.saved.finish(self.weights.storages())
         return graph, tuple(t.detach() for t in outputs)
 
     @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pipeline.runtime.errors import InPlaceError, RunError
-from pipeline.runtime.saved import addresses
+from pipeline.runtime.saved import addresses, local_tensor
 
 
 class Weights:
@@ -42,7 +42,9 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Bytes of all versions that are held."""
-        return (1 + len(self._ring)) * sum(p.untyped_storage().nbytes() for p in self._distinct())
+        local = [local_tensor(p) for p in self.parameters]
+        distinct = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
+        return (1 + len(self._ring)) * sum(distinct.values())
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -108,7 +110,3 @@ class Weights:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.current += 1
-
-    def _distinct(self) -> list[nn.Parameter]:
-        """One parameter a storage."""
-        return list({p.untyped_storage().data_ptr(): p for p in self.parameters}.values())

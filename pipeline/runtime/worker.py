@@ -66,6 +66,7 @@ def train(job: Job, rank: int, directory: Path, checkpoints: str | None, every: 
         first = runner.runs
         while runner.runs < job.runs:
             data = data_of(job, trainable, program, runner.runs)
+            runner.prepare(data)
             dist.barrier()
             start = time.perf_counter()
             outcome = runner.run(data)

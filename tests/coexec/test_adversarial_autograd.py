@@ -283,9 +283,6 @@ def test_a_recurrent_network_carries_its_state(compared):
     compared(make, step, 10)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="kernels that look at the grad mode (mkldnn's LSTM) run without it: CX0005"
-)
 def test_a_recurrent_network_is_coexecuted():
     def step(s, k, tape):
         x = torch.randn(5, 2, 3)
@@ -376,9 +373,7 @@ def test_requires_grad_changed_by_a_call_is_seen_by_python(way):
         "tensor",
         "post accumulate",
         "forward",
-        pytest.param(
-            "full backward", marks=silent("the same as for custom functions, of which the hook is one")
-        ),
+        "full backward",
     ],
 )
 def test_hooks_added_and_removed_between_iterations(kind):
@@ -437,9 +432,7 @@ class Square(torch.autograd.Function):
     "first",
     [
         0,
-        pytest.param(
-            5, marks=silent("C++ code of the function holds what the placeholder was before the replay")
-        ),
+        5,
     ],
 )
 def test_a_custom_function_is_applied_from_some_step_on(first):

@@ -15,7 +15,6 @@ def silent(reason):
     return pytest.mark.xfail(strict=True, reason=f"silent wrong result: {reason}")
 
 
-@silent("two numbers that were equal in every trace are taken for one")
 def test_two_numbers_of_a_call_that_were_equal_so_far_may_part():
     def step(s, k, tape):
         a = 0.3 + 0.01 * k
@@ -27,7 +26,6 @@ def test_two_numbers_of_a_call_that_were_equal_so_far_may_part():
     compare(nothing, step, 8)
 
 
-@silent("the backward pass takes the first number that had the value")
 def test_two_loss_weights_that_were_equal_so_far_may_part():
     def step(s, k, tape):
         a = 0.3 + 0.01 * k
@@ -40,7 +38,6 @@ def test_two_loss_weights_that_were_equal_so_far_may_part():
     compare(weights("w"), step, 8)
 
 
-@silent("the backward pass takes 1 - t of another number")
 def test_two_loss_weights_that_summed_to_one_so_far_need_not_for_ever():
     def step(s, k, tape):
         t = 0.3 + 0.01 * k
@@ -53,7 +50,6 @@ def test_two_loss_weights_that_summed_to_one_so_far_need_not_for_ever():
     compare(weights("w"), step, 8)
 
 
-@silent("a backward pass made by one trace keeps that trace's number although the forward one is fed")
 @pytest.mark.parametrize("way", ["backward", "grad"])
 def test_a_scheduled_number_reaches_a_backward_pass_that_not_every_iteration_makes(way):
     def step(s, k, tape):

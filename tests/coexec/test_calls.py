@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coexec.tracegraph import calls
 from coexec.tracegraph.graph import FedNumber, NumberSlot
 from coexec.tracegraph.numbers import TRANSFORMS, same_number, unify, unify_slots, varying
-from coexec.tracegraph.trace import Operation
+from coexec.tracegraph.trace import Input, Operation
 
 Pair = namedtuple("Pair", "first second")
 NUMBERS = st.floats(allow_nan=True) | st.integers(-(10**6), 10**6)
@@ -144,28 +144,35 @@ def test_objects_that_can_only_be_compared_by_identity_are_found():
 
 
 def operation(*args):
-    return Operation(torch.ops.aten.mul.Tensor, args, (), (), False)
+    schema = {2: torch.ops.aten.mul.Tensor, 3: torch.ops.aten.add.Tensor}[len(args) + 1]
+    return Operation(target=schema, args=(Input(0), *args), results=(), writes=(), random=False, **GRAD_MODE)
 
 
+GRAD_MODE = {"grad_mode": False} if "grad_mode" in Operation.__dataclass_fields__ else {}
 NAMES = st.sampled_from(sorted(TRANSFORMS))
 FLOATS = st.floats(-100, 100)
 
 
-@given(FLOATS, FLOATS, st.lists(NAMES, min_size=1, max_size=3))
-def test_a_unified_operation_describes_both_traces(ours, theirs, names):
-    a = [operation(*(TRANSFORMS[n](ours) for n in names), 7, "x")]
-    b = [operation(*(TRANSFORMS[n](theirs) for n in names), 7, "x")]
-    candidates = varying(0, [NumberSlot(ours)], [theirs])
+def values(argument, numbers):
+    """What a fed number stands for, by each of its origins."""
+    if isinstance(argument, FedNumber):
+        return [TRANSFORMS[o.transform](numbers[o.node, o.slot]) for o in argument.origins]
+    return [argument]
 
-    unified = unify(a, b, candidates)
+
+@given(FLOATS, FLOATS, st.lists(NAMES, min_size=1, max_size=2))
+def test_a_unified_operation_describes_both_traces(ours, theirs, names):
+    a = [operation(*(TRANSFORMS[n](ours) for n in names))]
+    b = [operation(*(TRANSFORMS[n](theirs) for n in names))]
+
+    unified = unify(a, b, varying(0, [NumberSlot(ours)], [theirs]))
 
     assert unified is not None
-    for number, args in ((ours, a[0].args), (theirs, b[0].args)):
-        for mine, original in zip(unified[0].args, args, strict=True):
-            if isinstance(mine, FedNumber):
-                mine = TRANSFORMS[mine.transform](number)
-            assert type(mine) is type(original)
-            assert mine == original or same_number(mine, original)
+    for number, [original] in ((ours, a), (theirs, b)):
+        for mine, theirs_ in zip(unified[0].args[1:], original.args[1:], strict=True):
+            for value in values(mine, {(0, 0): number}):
+                assert type(value) is type(theirs_)
+                assert same_number(value, theirs_)
 
 
 @given(FLOATS, FLOATS, FLOATS)
@@ -175,16 +182,31 @@ def test_a_third_trace_fits_if_and_only_if_its_number_follows(first, second, thi
     right = unify(unified, [operation(third)], varying(0, slots, [third]))
     wrong = unify(unified, [operation(third + 1000)], varying(0, slots, [third]))
 
-    assert right is not None or same_number(first, second)
+    assert right is not None
     assert wrong is None
+
+
+@given(FLOATS, FLOATS, FLOATS)
+def test_numbers_that_agreed_in_two_traces_are_told_apart_by_a_third(first, second, third):
+    slots = [NumberSlot(first), NumberSlot(first)]
+    unified = unify([operation(first)], [operation(second)], varying(0, slots, [second, second]))
+    slots = unify_slots(slots, [second, second])
+
+    again = unify(unified, [operation(third)], varying(0, slots, [third + 1, third]))
+
+    if same_number(first, second):
+        return
+    assert again is not None
+    for value in values(again[0].args[1], {(0, 0): third + 1, (0, 1): third}):
+        assert same_number(value, third)
 
 
 def test_a_number_that_nothing_explains_is_another_operation():
     assert unify([operation(0.5)], [operation(0.7)], []) is None
-    assert unify([operation(0.5)], [operation(0.5, 1)], []) is None
+    assert unify([operation(0.5)], [], []) is None
     assert unify([operation(1)], [operation(1.0)], []) is None
     assert unify([operation(0.0)], [operation(-0.0)], []) is None
-    assert unify([operation(math.nan)], [operation(math.nan)], []) is not None
+    assert unify([operation(calls.NAN)], [operation(calls.NAN)], []) is not None
 
 
 def test_slots_vary_within_the_classes_that_traces_have_shown():

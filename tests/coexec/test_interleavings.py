@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,6 +150,31 @@ def test_writes_to_inputs_and_parameters_around_fetches(use_runner, order):
         return x, y
 
     assert coexecuted(compare(linear, step, 8), 5)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(
+            stepped.python_first,
+            marks=pytest.mark.xfail(
+                strict=True, reason="silent wrong result: a fetch is run before the write that it comes after"
+            ),
+        ),
+        stepped.graph_first,
+    ],
+)
+def test_a_small_state_is_read_written_and_looked_at(use_runner, order):
+    use_runner(order)
+
+    def step(s, k, tape):
+        with tape():
+            y = s.state * 2
+            s.state.add_(1)
+            print(s.state)
+        return y
+
+    assert coexecuted(compare(lambda: SimpleNamespace(state=torch.zeros(2)), step, 8), 5)
 
 
 @EACH_ORDER

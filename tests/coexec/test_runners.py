@@ -44,7 +44,7 @@ def program(*instructions, registers=10, captured=(), slots=4, kept=()):
 
 
 def call(target, *args, out=None, when=When.NOW, release=()):
-    return Call(target, args, (out,), when, -1, release)
+    return Call(target=target, args=args, outs=(out,), when=when, location=-1, release=release)
 
 
 def add(a, b, out, when=When.NOW):

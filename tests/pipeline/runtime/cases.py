@@ -56,13 +56,44 @@ def fail_at(rank: int, text: str, failing: int, index: int, how: str) -> str:
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hang":
-                time.sleep(10)
+                time.sleep(5)
             raise ValueError("a stage that fails")
 
     stages = {s: make_stage(layout, s) for s in layout.hosted(rank)}
     with Runner(program, stages, options=Options(limit_s=3.0), observer=observer) as runner:
         runner.run(make_data(layout))
     return "all is well"
+
+
+class ChangesInPlace(nn.Module):
+    """Changes what autograd has saved."""
+
+    def forward(self, x):
+        y = x.exp()
+        y.add_(1)
+        return y
+
+
+def change_in_place(rank: int, text: str) -> None:
+    """Run a program in which stage 1 changes what has been saved."""
+    program = parse_program(text)
+    layout = program.layout
+    stages = {s: make_stage(layout, s, tokens=False) for s in layout.hosted(rank)}
+    if 1 in stages:
+        stages[1] = StageModule(ChangesInPlace())
+    with Runner(program, stages, options=Options(limit_s=3.0)) as runner:
+        runner.run(make_data(layout))
+
+
+def leave_early(rank: int, text: str) -> None:
+    """One rank is gone before the first action."""
+    program = parse_program(text)
+    layout = program.layout
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    stages = {s: make_stage(layout, s) for s in layout.hosted(rank)}
+    with Runner(program, stages, options=Options(limit_s=3.0)) as runner:
+        runner.run(make_data(layout))
 
 
 def disagree(rank: int, texts: list[str], check: bool) -> None:
@@ -134,3 +165,87 @@ def resume_with_seed(rank: int, text: str, directory: str, seed: int) -> None:
     stages = {s: make_stage(layout, s, optimizer="adam") for s in layout.hosted(rank)}
     with Runner(program, stages, options=Options(seed=seed)) as runner:
         checkpoint.resume(runner, Path(directory))
+
+
+def gradients(rank: int, text: str) -> list[Any]:
+    """Gradients that a run leaves on this rank, by stage and parameter; no optimizer takes them."""
+    program = parse_program(text)
+    layout = program.layout
+    stages = {
+        s: StageModule(make_stage(layout, s, dropout=0.0, tokens=False).module) for s in layout.hosted(rank)
+    }
+    with Runner(program, stages, options=LIMIT) as runner:
+        runner.run(make_data(layout))
+    return [p.grad.numpy() for s in sorted(stages) for p in stages[s].module.parameters()]
+
+
+def gradients_of_torch(rank: int, text: str, schedule: str) -> list[Any]:
+    """The same from torch's own runtime."""
+    from torch.distributed import pipelining  # takes a second to load
+
+    layout = parse_program(text).layout
+    data = make_data(layout)
+    last = len(layout.stages) - 1
+    stages = []
+    for s in layout.hosted(rank):
+        module = make_stage(layout, s, dropout=0.0, tokens=False).module
+        whole = nn.Sequential(module.middle, module.head) if s == last else module
+        stages.append(pipelining.PipelineStage(whole, s, last + 1, torch.device("cpu")))
+    kind = getattr(pipelining, schedule)
+    several = len(stages) > 1
+    runner = kind(stages if several else stages[0], layout.micro_batches(0), loss_fn=cross_entropy)
+    inputs = data[0] if any(stage.is_first for stage in stages) else []
+    target = {"target": data[last][0]} if any(stage.is_last for stage in stages) else {}
+    runner.step(*inputs, **target)
+    return [p.grad.numpy() for stage in stages for p in stage.submod.parameters()]
+
+
+def cross_entropy(logits, targets):
+    """The loss of `Last`."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def sharded(rank: int, text: str, how: str) -> dict[str, Any]:
+    """Losses and weights when two processes are one rank: parameters sharded, or layers split."""
+    from torch.distributed.device_mesh import init_device_mesh  # these take seconds to load
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    program = parse_program(text)
+    layout = program.layout
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "inner"))["inner"]
+    place = rank // 2
+    stages = {}
+    for s in layout.hosted(place):
+        module = make_stage(layout, s, dropout=0.0, tokens=False).module
+        if how == "fsdp":
+            for child in [*module.children(), module]:
+                fully_shard(child, mesh=mesh)
+        else:
+            middle = "middle." if s in (0, len(layout.stages) - 1) else ""
+            parallelize_module(
+                module,
+                mesh,
+                {
+                    f"{middle}qkv": ColwiseParallel(output_layouts=Replicate()),
+                    f"{middle}out": ColwiseParallel(output_layouts=Replicate()),
+                },
+            )
+        stages[s] = StageModule(module, torch.optim.SGD(module.parameters(), lr=0.01))
+    # Sharded parameters: each process has samples of its own. Split layers: both have all of them.
+    data = make_data(layout, seed=rank % 2 if how == "fsdp" else 0)
+    with Runner(program, stages, options=Options(limit_s=20.0, members=2)) as runner:
+        outcome = runner.run(data)
+    weights = {
+        s: {
+            n: p.full_tensor().detach().numpy() if isinstance(p, DTensor) else p.detach().numpy()
+            for n, p in stage.module.named_parameters()
+        }
+        for s, stage in stages.items()
+    }
+    return {
+        "losses": [{k: v.item() for k, v in outcome.losses.items()}],
+        "weights": weights,
+        "held": outcome.held_bytes,
+    }

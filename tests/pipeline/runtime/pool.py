@@ -120,6 +120,8 @@ def _work(rank: int, size: int, pipe: Connection) -> None:
                 world_size=size,
                 timeout=timedelta(seconds=LIMIT_S / 2),
             )
+            # Who fails at once must not break connections that others are still making.
+            dist.barrier()
             pipe.send((True, getattr(cases, case)(rank, *arguments)))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))

@@ -73,6 +73,21 @@ def test_a_rank_is_told_when_its_stages_do_not_fit(four):
     assert "4 processes for a program of 3 ranks" in errors[0]
 
 
+def test_a_change_in_place_is_an_error_and_never_a_wrong_gradient(four):
+    plain = add_communication(one_f_one_b(chain(6, [1, 1, 1, 1])))
+    errors, _ = failure(four, "change_in_place", str(plain))
+    index = next(i for i, a in enumerate(plain.ranks[1]) if str(a).startswith("B "))
+    first = errors[1].splitlines()[0]
+    assert first.startswith(f"InPlaceError: rank 1, index {index} (B 1 0 w0): ")
+    assert "ExpBackward0 at cases.py" in first
+
+
+def test_a_rank_that_is_gone_before_the_start_is_reported(four):
+    errors, _ = failure(four, "leave_early", str(PROGRAM))
+    assert "exit code -9" in errors.pop(1)
+    assert all("before the first action: some rank is gone" in text for text in errors.values())
+
+
 @pytest.mark.slow
 def test_killing_any_rank_at_any_action_ends_in_an_error_that_names_it(four):
     chosen = random.Random(0)

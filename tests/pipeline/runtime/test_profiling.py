@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -99,8 +101,6 @@ def test_saved_bytes_add_up_to_what_the_whole_module_saves(depth):
     )
     total = profile(module, [X], depth=depth, repeat=1).total().saved_bytes
     x = X.clone()
-    from contextlib import nullcontext
-
     stage = StageRunner(Weights(module, None), lambda k: nullcontext(), torch.device("cpu"))
     _, sizes = stage.trial((x,), ())
     # A stage holds its input, which it was sent; a whole model reads it where it is.
