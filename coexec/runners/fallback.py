@@ -48,6 +48,9 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
     Args:
         runner: the PythonRunner that gives up; none of its function modes may be active.
         recorder: runs each event eagerly, and records it.
+
+    Raises:
+        Exception: what the first event raised that failed; those that don't need it have been run.
     """
     runner.graph_runner.cancel()
     runner.graph_runner.finish()
@@ -64,16 +67,34 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
     for record in reversed(it.records):
         if isinstance(record, FlagRecord):
             record.tensor.requires_grad_(record.before)
+    failed: set[Produced] = set()
+    error: Exception | None = None
     # Calls of one state run under one restored state: leaving autocast would drop its casts.
     for _, group in itertools.groupby(it.records, key=_state):
         records = list(group)
         state = _state(records[0])
         with contextlib.nullcontext() if state is None else restored(state):
             for record in records:
-                _redo(record, objects, recorder)
+                if isinstance(record, EventRecord) and not failed.isdisjoint(
+                    t for t in record.tokens if isinstance(t, Produced)
+                ):
+                    failed |= _outputs(record)
+                    continue
+                try:
+                    _redo(record, objects, recorder)
+                except Exception as e:  # what does not depend on it has to be there when Python goes on
+                    error = error or e
+                    failed |= _outputs(record)
     for exposure, contents in zip(exposed, written, strict=True):
         exposure.memory.copy_(contents)
     it.records.clear()
+    if error is not None:
+        raise error
+
+
+def _outputs(record: object) -> set[Produced]:
+    node = record.node if isinstance(record, EventRecord) else None
+    return set() if node is None else {Produced(node.id, i) for i in range(len(node.outputs))}
 
 
 def _state(record: object) -> Hashable:

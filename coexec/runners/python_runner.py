@@ -224,6 +224,8 @@ class PythonRunner(TorchFunctionMode):
             if node.location != location or node.function != function:
                 continue
             nearest = node
+            if node.backward:
+                self._check_hooks()
             if node.key == whole_key and numbers_fit(node, numbers):
                 chosen = self._alternative(node, tensors, numbers)
                 if chosen is not None:
@@ -245,6 +247,13 @@ class PythonRunner(TorchFunctionMode):
             used = [self.iteration.inputs.get(id(t)) for t in tensors]
             if any(e is not None and e.written for e in used):
                 raise Mismatch("CX0114", "an array that a tensor was made of was written")
+
+    def _check_hooks(self) -> None:
+        """A hook that was added since the traces would have to be called in the backward pass."""
+        for tensor in (*self.iteration.captured, *self.iteration.fed.values()):
+            if tensor is not None and tensor.requires_grad:
+                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                    raise Mismatch("CX0112", "a leaf tensor has hooks")
 
     def _alternative(
         self, node: Node, tensors: list[torch.Tensor], numbers: list[Number]
@@ -306,8 +315,6 @@ class PythonRunner(TorchFunctionMode):
             leaf = self._object(bindings[position])
             if leaf is None:
                 return None
-            if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-                raise Mismatch("CX0112", "a leaf tensor has hooks")
             grad = self._grad_token(leaf)
             meta = node.implicit_metas[position - explicit + 1]
             if grad is None:
@@ -390,6 +397,7 @@ class PythonRunner(TorchFunctionMode):
         assert isinstance(token, torch.Tensor)
         if is_exposed(token):
             self.iteration.inputs[id(token)] = exposure = expose(token, token)
+            self.exclusive = self.exclusive and not written
             return token if written else exposure.contents
         if written:
             self.exclusive = self.exclusive and is_exclusive(token)

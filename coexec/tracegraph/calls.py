@@ -134,10 +134,11 @@ def _unflatten(key: Any, tensors: Iterator[Any], numbers: Iterator[Number]) -> A
 
 
 def has_generator(key: Hashable) -> bool:
-    """Whether a random number generator is among the arguments."""
+    """Whether a random number generator that is not the default one is among the arguments."""
     if isinstance(key, tuple):
         return any(has_generator(k) for k in key)
-    return isinstance(key, Opaque) and isinstance(key.value, torch.Generator)
+    value = key.value if isinstance(key, Opaque) else None
+    return isinstance(value, torch.Generator) and value is not torch.default_generator
 
 
 def has_opaque_data(key: Hashable) -> bool:

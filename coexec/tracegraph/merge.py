@@ -128,7 +128,8 @@ class _Builder:
         )
         if position < len(draft.alternatives):
             if draft.alternatives[position].sources != alternative.sources:
-                self.ambiguous.add(_identity(event))
+                if not varying(candidate, node.numbers, event.numbers):  # numbers tell them apart
+                    self.ambiguous |= {_identity(event)} - self.path_dependent
                 return False
         else:
             draft.alternatives.append(alternative)

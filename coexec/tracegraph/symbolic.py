@@ -75,6 +75,7 @@ class _Emitted:
     defines: frozenset[int] = frozenset()  # registers
     writes: frozenset[int] = frozenset()  # registers whose memory it writes
     random: bool = False
+    view: bool = False  # looks at memory and computes nothing
     always: bool = False  # executed on every path
 
 
@@ -275,6 +276,8 @@ class _Lowering:
                 defines=frozenset(o for o in outs if o is not None),
                 writes=frozenset(self._resolve(w, sources, locals_) for w in operation.writes),
                 random=operation.random,
+                view=bool(operation.results)
+                and all(r is None or r.alias is not None for r in operation.results),
             )
         )
 
@@ -436,7 +439,7 @@ class _Lowering:
             call = emitted.instruction
             if (
                 isinstance(call, Call)
-                and call.target._schema.returns  # an operation without results is a check
+                and emitted.view  # what computes may fail, and eager execution would say so
                 and not emitted.writes
                 and not emitted.random
                 and not emitted.defines & alive

@@ -303,7 +303,6 @@ def test_overlapping_slices_are_written_and_looked_at(compared):
     compared(lambda: SimpleNamespace(data=torch.randn(50)), step, 8)
 
 
-@silent("a kept view of a written tensor is made at the place in memory that the first trace had")
 def test_a_row_that_a_number_selects_is_kept():
     def step(s, k, tape):
         with tape():

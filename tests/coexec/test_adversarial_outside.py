@@ -273,10 +273,7 @@ class FunctionLog(TorchFunctionMode):
 
 @pytest.mark.parametrize("mode", [FunctionLog, DispatchLog])
 @pytest.mark.parametrize("place", ["always", "outside", "at step 5"])
-def test_modes_of_the_user_see_what_they_see_in_eager(request, mode, place):
-    if mode is DispatchLog and place == "at step 5":
-        request.applymarker(silent("the replay of earlier events runs under the mode"))
-
+def test_modes_of_the_user_see_what_they_see_in_eager(mode, place):
     def step(s, k, tape):
         x = torch.randn(3)
         with mode(s.log) if place == "outside" and k >= 5 else contextlib.nullcontext():
@@ -326,7 +323,6 @@ def test_a_new_path_after_a_region_of_autocast():
     compare(weights("w", size=(3, 3)), step, 8)
 
 
-@silent("replay runs earlier events under the default dtype of now")
 def test_a_new_path_after_a_change_of_the_default_dtype():
     def step(s, k, tape):
         with tape():
@@ -341,7 +337,6 @@ def test_a_new_path_after_a_change_of_the_default_dtype():
     compare(nothing, step, 8)
 
 
-@silent("which kernels attention may use is no part of the comparison")
 def test_the_kernel_of_attention_is_chosen_by_the_user():
     attention = torch.nn.attention
     backends = attention.SDPBackend

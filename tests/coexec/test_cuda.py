@@ -80,4 +80,6 @@ def test_inductor_equals_eager_within_rounding_on_the_gpu():
     ours, _, _ = train(functools.partial(coexec.GradientTape, executor="inductor"), 20)
     assert coexec.explain().programs[0].blocks[0].executor == "inductor"
     for a, b in zip(losses, ours, strict=True):
-        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-3, atol=1e-4, check_device=False)
+        torch.testing.assert_close(
+            torch.as_tensor(a), torch.as_tensor(b), rtol=1e-3, atol=1e-4, check_device=False
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,10 +137,6 @@ def test_a_value_that_depends_on_a_write_is_looked_at_through_a_shadow():
     assert plan == type(plan)((False, False), frozenset({0}))
 
 
-PASSES_A_WRITE = "silent wrong result: what reads memory passes a write that stays behind a read"
-
-
-@pytest.mark.xfail(strict=True, reason=PASSES_A_WRITE)
 def test_what_is_looked_at_does_not_pass_a_write_that_stays():
     def access(writes, immediate=False):
         return Access(frozenset({0}), frozenset(writes), frozenset({100}), frozenset(), immediate)
@@ -152,7 +147,6 @@ def test_what_is_looked_at_does_not_pass_a_write_that_stays():
     assert early(movable, frozenset({100})) in ([], [0, 1, 2])
 
 
-@pytest.mark.xfail(strict=False, reason=PASSES_A_WRITE)  # not every run finds an example
 @given(programs(), st.data())
 @settings(max_examples=300)
 def test_running_what_is_looked_at_early_first_equals_program_order(steps, data):

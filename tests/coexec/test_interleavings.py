@@ -155,12 +155,7 @@ def test_writes_to_inputs_and_parameters_around_fetches(use_runner, order):
 @pytest.mark.parametrize(
     "order",
     [
-        pytest.param(
-            stepped.python_first,
-            marks=pytest.mark.xfail(
-                strict=True, reason="silent wrong result: a fetch is run before the write that it comes after"
-            ),
-        ),
+        stepped.python_first,
         stepped.graph_first,
     ],
 )
