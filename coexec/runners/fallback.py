@@ -50,7 +50,7 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
         recorder: runs each event eagerly, and records it.
 
     Raises:
-        Exception: what the first event raised that failed; those that don't need it have been run.
+        Exception: what the first event raised that failed; those after it that only compute have been run.
     """
     runner.graph_runner.cancel()
     runner.graph_runner.finish()
@@ -75,9 +75,7 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
         state = _state(records[0])
         with contextlib.nullcontext() if state is None else restored(state):
             for record in records:
-                if isinstance(record, EventRecord) and not failed.isdisjoint(
-                    t for t in record.tokens if isinstance(t, Produced)
-                ):
+                if error is not None and not _only_computes(record, failed):
                     failed |= _outputs(record)
                     continue
                 try:
@@ -90,6 +88,14 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
     it.records.clear()
     if error is not None:
         raise error
+
+
+def _only_computes(record: object, failed: set[Produced]) -> bool:
+    """Whether a record makes tensors of what is there, and changes nothing."""
+    if not isinstance(record, EventRecord) or record.node.backward:
+        return False
+    changes = any(o.writes or o.random for o in record.node.operations)
+    return not changes and failed.isdisjoint(t for t in record.tokens if isinstance(t, Produced))
 
 
 def _outputs(record: object) -> set[Produced]:

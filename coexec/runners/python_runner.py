@@ -251,9 +251,10 @@ class PythonRunner(TorchFunctionMode):
     def _check_hooks(self) -> None:
         """A hook that was added since the traces would have to be called in the backward pass."""
         for tensor in (*self.iteration.captured, *self.iteration.fed.values()):
-            if tensor is not None and tensor.requires_grad:
-                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-                    raise Mismatch("CX0112", "a leaf tensor has hooks")
+            if tensor is None or not tensor.requires_grad:
+                continue
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                raise Mismatch("CX0112", "a leaf tensor has hooks")
 
     def _alternative(
         self, node: Node, tensors: list[torch.Tensor], numbers: list[Number]

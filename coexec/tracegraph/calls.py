@@ -133,12 +133,13 @@ def _unflatten(key: Any, tensors: Iterator[Any], numbers: Iterator[Number]) -> A
     return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
 
-def has_generator(key: Hashable) -> bool:
-    """Whether a random number generator that is not the default one is among the arguments."""
+def generators_in(key: Hashable) -> Iterator[torch.Generator]:
+    """The random number generators among the arguments."""
     if isinstance(key, tuple):
-        return any(has_generator(k) for k in key)
-    value = key.value if isinstance(key, Opaque) else None
-    return isinstance(value, torch.Generator) and value is not torch.default_generator
+        for k in key:
+            yield from generators_in(k)
+    elif isinstance(key, Opaque) and isinstance(key.value, torch.Generator):
+        yield key.value
 
 
 def has_opaque_data(key: Hashable) -> bool:

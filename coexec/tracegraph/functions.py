@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coexec.tracegraph.calls import has_generator
+from coexec.tracegraph.calls import generators_in
 
 Tensor = torch.Tensor
 
@@ -129,7 +129,8 @@ def is_data(function: Callable[..., Any], tensors: Sequence[Tensor], key: Hashab
 
     Python makes such calls itself: what a generator draws is then in order with what Python does to it.
     """
-    return not tensors and (function in DATA or has_generator(key))
+    own = [g for g in generators_in(key) if g is not torch.default_generator]
+    return not tensors and (function in DATA or bool(own))
 
 
 def with_index_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -185,8 +185,8 @@ class Recorder(TorchDispatchMode):
         if function in functions.UNSUPPORTED:
             raise Untraceable("CX0109", functions.name_of(function))
         tensors, numbers, key = calls.flatten(args, kwargs)
-        if calls.has_generator(key):
-            raise Untraceable("CX0118", f"{functions.name_of(function)} draws from a generator of its own")
+        if any(True for _ in calls.generators_in(key)):
+            raise Untraceable("CX0118", f"{functions.name_of(function)} is given a generator")
         if calls.has_opaque_data(key):
             raise Untraceable(
                 "CX0110", f"{functions.name_of(function)} got an object it could only compare by identity"
