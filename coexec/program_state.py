@@ -132,6 +132,7 @@ class ProgramState:
     def coexecuted(self) -> None:
         """Takes in a co-executed iteration that was committed."""
         self.recent = [*self.recent[1 - WINDOW :], False]
+        self.strikes = 0
 
     def captured_tensors(self) -> list[torch.Tensor | None] | None:
         """The captured tensors of the next iteration; None if one of them is gone."""

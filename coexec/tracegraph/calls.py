@@ -94,10 +94,6 @@ def _flatten(value: Any, tensors: list[torch.Tensor], numbers: list[Number]) -> 
     return Opaque(value)
 
 
-def _hashable(value: Hashable) -> Hashable:
-    return value
-
-
 def unflatten(
     key: Hashable, tensors: Sequence[Any], numbers: Sequence[Number]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -65,9 +65,6 @@ FETCH: frozenset[Callable[..., Any]] = frozenset(
     | _functions("equal", "allclose", "is_nonzero")
 )
 
-#: Show autograd history, so fetched values carry the name of their autograd node.
-SHOWS_HISTORY: frozenset[Callable[..., Any]] = frozenset(_methods("__repr__", "__format__"))
-
 #: Give Python a view of the memory itself, through which it could write.
 SHARES_MEMORY: frozenset[Callable[..., Any]] = frozenset(_methods("numpy", "__array__"))
 
