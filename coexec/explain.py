@@ -58,7 +58,8 @@ class ProgramReport:
         switch_cases: the switch-cases of the TraceGraph.
         blocks: the blocks of its program.
         compile_s: seconds that each making of a symbolic graph took.
-        python_ms, python_stall_ms: the PythonRunner's time of each co-executed iteration, and its wait.
+        python_ms, python_stall_ms: the PythonRunner's time of the latest co-executed
+            iterations, and its wait.
         graph_ms, graph_stall_ms: the GraphRunner's.
     """
 

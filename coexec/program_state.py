@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 STRIKES = 3
 #: Fallbacks among the latest `WINDOW` co-executed iterations before the program is left alone.
 MAX_FALLBACKS, WINDOW = 20, 40
+
+
+def _samples() -> deque[float]:
+    return deque(maxlen=10_000)  # the latest iterations: a training run has millions
 
 
 class Phase(enum.Enum):
@@ -66,10 +70,10 @@ class ProgramState:
     strikes: int = 0
     recent: list[bool] = field(default_factory=list)
     compile_s: list[float] = field(default_factory=list)
-    graph_ms: list[float] = field(default_factory=list)
-    graph_stall_ms: list[float] = field(default_factory=list)
-    python_ms: list[float] = field(default_factory=list)
-    python_stall_ms: list[float] = field(default_factory=list)
+    graph_ms: deque[float] = field(default_factory=_samples)
+    graph_stall_ms: deque[float] = field(default_factory=_samples)
+    python_ms: deque[float] = field(default_factory=_samples)
+    python_stall_ms: deque[float] = field(default_factory=_samples)
     running: bool = False
     _graph_runner: GraphRunner | None = None
 
