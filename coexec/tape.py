@@ -24,8 +24,9 @@ from coexec.program_state import Phase, ProgramState
 from coexec.programs import state_of
 from coexec.reasons import Cause, cause
 from coexec.runners.fallback import replay
+from coexec.runners.iteration import Mismatch
 from coexec.runners.pending import Pending, guardable, settle_all
-from coexec.runners.python_runner import Mismatch, PythonRunner
+from coexec.runners.python_runner import PythonRunner
 from coexec.tracer.mode import TracingMode
 from coexec.tracer.recorder import Recorder
 

@@ -11,10 +11,8 @@ matched, so giving up needs no undo: see `fallback`.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -24,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from coexec._private import WithoutModes, enter, is_exclusive, is_exposed, leave
 from coexec.location import locate
 from coexec.runners import random_state
+from coexec.runners.difference import difference
 from coexec.runners.graph_runner import GraphRunner
+from coexec.runners.iteration import Iteration, Mismatch
 from coexec.runners.native import NativeRunner
 from coexec.runners.placeholder import (
     Guard,
@@ -35,43 +35,14 @@ from coexec.runners.placeholder import (
     tensors_in,
 )
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
+from coexec.runners.results import alive, publish
 from coexec.runners.skeleton import Skeleton, numbers_fit
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.exposed import Exposure, expose
-from coexec.tracegraph.graph import END, START, Alternative, Captured, Fed, Node, NodeBinding
+from coexec.tracegraph.exposed import expose
+from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding
 from coexec.tracegraph.numbers import TRANSFORMS, same_number
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
-
-
-class Mismatch(Exception):
-    """The running iteration left the TraceGraph; carries reason id and detail."""
-
-    def __init__(self, id_: str, detail: str) -> None:
-        super().__init__(detail)
-        self.id = id_
-        self.detail = detail
-
-
-@dataclass(slots=True)
-class Iteration:
-    """What the PythonRunner knows of the iteration that is running."""
-
-    at: int = START
-    path: list[int] = field(default_factory=list)
-    records: list[EventRecord | GradRecord | FlagRecord] = field(default_factory=list)
-    symbols: dict[int, Symbol] = field(default_factory=dict)  # by id of the placeholder
-    placeholders: dict[Produced, Symbol] = field(default_factory=dict)
-    captured: list[torch.Tensor | None] = field(default_factory=list)
-    externals: dict[int, Captured | Fed] = field(default_factory=dict)  # by id of the object
-    fed: dict[Fed, torch.Tensor] = field(default_factory=dict)
-    late: list[torch.Tensor | Number] = field(default_factory=list)  # messages for the commit
-    grads: dict[int, tuple[Token, Token]] = field(default_factory=dict)  # by id of the leaf
-    exposed: list[Exposure] = field(default_factory=list)
-    checked: int = -1  # fed tensors when memory was last compared
-    inputs: dict[int, Exposure] = field(default_factory=dict)  # by id, on memory that NumPy may know
-    alive: list[Produced] = field(default_factory=list)  # held by the program at the end
-    location: int = -1
 
 
 class PythonRunner(TorchFunctionMode):
@@ -231,7 +202,7 @@ class PythonRunner(TorchFunctionMode):
                 if chosen is not None:
                     index, implicit = chosen
                     return self._take(node, index, tensors, implicit, numbers, key, state, location)
-        raise Mismatch("CX0001", self._difference(function, nearest, whole_key, numbers))
+        raise Mismatch("CX0001", difference(it, self.skeleton, function, nearest, whole_key, numbers))
 
     def _check_exposed(self) -> None:
         """Arrays on memory of the graph have to be as they were, for the graph knows nothing of them."""
@@ -313,7 +284,7 @@ class PythonRunner(TorchFunctionMode):
         """Checks the leaves that a backward pass reaches, and the gradients that they have."""
         tokens: list[Token] = []
         for position in range(explicit, len(bindings), 2):
-            leaf = self._object(bindings[position])
+            leaf = self.iteration.object_of(bindings[position])
             if leaf is None:
                 return None
             grad = self._grad_token(leaf)
@@ -329,20 +300,8 @@ class PythonRunner(TorchFunctionMode):
                     return None
                 if self._binding(grad, node, position + 1, {}) != bindings[position + 1]:
                     return None
-            tokens += [self._token(leaf), grad]
+            tokens += [self.iteration.token_of(leaf), grad]
         return tokens
-
-    def _object(self, binding: NodeBinding) -> torch.Tensor | None:
-        if isinstance(binding, Captured):
-            return self.iteration.captured[binding.index]
-        if isinstance(binding, Fed):
-            return self.iteration.fed.get(binding)
-        symbol = None if binding is None else self.iteration.placeholders.get(binding)
-        return None if symbol is None else symbol.tensor
-
-    def _token(self, tensor: torch.Tensor) -> Token:
-        symbol = self.iteration.symbols.get(id(tensor))
-        return tensor if symbol is None else symbol.binding
 
     def _take(
         self,
@@ -356,7 +315,7 @@ class PythonRunner(TorchFunctionMode):
         location: int,
     ) -> Any:
         it, program, send = self.iteration, self.skeleton.program, self.graph_runner.send
-        tokens = [self._token(t) for t in tensors] + implicit
+        tokens = [self.iteration.token_of(t) for t in tensors] + implicit
         for message in program.edges.get((it.at, node.id), ()):
             send(message)
         plan = program.plans[node.id]
@@ -464,7 +423,10 @@ class PythonRunner(TorchFunctionMode):
             ours, theirs = self._meta(leaf), self._meta(value)
             if (ours.shape, ours.dtype, ours.device) != (theirs.shape, theirs.dtype, theirs.device):
                 raise Mismatch("CX0001", "a gradient of another shape or type was assigned")
-        leaf_token, value_token = self._token(leaf), None if value is None else self._token(value)
+        leaf_token, value_token = (
+            self.iteration.token_of(leaf),
+            None if value is None else self.iteration.token_of(value),
+        )
         self.iteration.grads[id(leaf)] = (leaf_token, value_token)
         self.iteration.records.append(GradRecord(leaf_token, value_token))
 
@@ -491,7 +453,7 @@ class PythonRunner(TorchFunctionMode):
             self.graph_runner.send(message)
         self._check_exposed()
         self._check_memory()
-        it.alive = self._alive()
+        it.alive = alive(self.iteration)
         for binding in it.alive:
             if not graph.nodes[binding.event].outputs[binding.output].kept:
                 raise Mismatch("CX0003", f"a result of {graph.nodes[binding.event].name} is still referenced")
@@ -520,7 +482,7 @@ class PythonRunner(TorchFunctionMode):
             finally:
                 self.stall_s += time.perf_counter() - began
                 began = time.perf_counter()
-        self._publish(self.iteration.alive)
+        publish(self.iteration, self.skeleton, self.graph_runner)
         if interrupt is not None:
             raise interrupt
 
@@ -553,70 +515,10 @@ class PythonRunner(TorchFunctionMode):
                 if not known:
                     raise Mismatch("CX0001", "tensors that are written share memory as in no trace")
 
-    def _alive(self) -> list[Produced]:
-        """Placeholders that somebody besides this iteration refers to."""
-        return [s.binding for s in self.iteration.symbols.values() if _references(s) > _NO_REFERENCES]
-
-    def _publish(self, alive: list[Produced]) -> None:
-        it = self.iteration
-        real: dict[Produced, torch.Tensor] = {}
-        for binding in alive:
-            real[binding] = it.placeholders[binding].tensor
-            realize(real[binding], self._real(binding))
-        for leaf, value in it.grads.values():
-            target = it.placeholders[leaf].tensor if isinstance(leaf, Produced) else leaf
-            if isinstance(leaf, Produced) and it.placeholders[leaf].binding not in real:
-                continue  # nobody refers to the leaf any more
-            if isinstance(value, Produced):
-                binding = it.placeholders[value].binding
-                if binding not in real:
-                    real[binding] = self._real(binding)
-                value = real[binding]
-            target.grad = value  # type: ignore[union-attr]  # a leaf is a tensor
-
-    def _real(self, binding: Produced) -> torch.Tensor:
-        program = self.skeleton.program
-        output = self.skeleton.graph.nodes[binding.event].outputs[binding.output]
-        rebased = program.rebased.get((binding.event, binding.output))
-        if rebased is None:
-            value = self.graph_runner.value(program.plans[binding.event].outputs[binding.output])
-        else:
-            base, meta = self._object(rebased[0]), output.meta
-            assert base is not None
-            shift = rebased[1]
-            if not program.compiled:  # an index may have been fed: the view of the shadow knows
-                shift = self.graph_runner.value(
-                    program.plans[binding.event].outputs[binding.output]
-                ).storage_offset()
-            offset = int(base.storage_offset()) + shift
-            value = torch.as_strided(base.detach(), meta.shape, meta.stride, offset)
-        return dressed(value, output.meta, output.history)
-
-    def _difference(self, function: Any, nearest: Node | None, key: Any, numbers: list[Number]) -> str:
-        """What distinguishes an event from the nearest node, for `explain`."""
-        name = functions.name_of(function)
-        if nearest is None:
-            expected = [n.name for n in self.skeleton.children.get(self.iteration.at, ())]
-            return f"{name} where the traces go on with {' or '.join(expected) or 'the end of the block'}"
-        if nearest.key != key:
-            parts = ("arguments", "ambient state", "metadata of its tensors")
-            different = [p for p, a, b in zip(parts, nearest.key, key, strict=True) if a != b]  # type: ignore[call-overload]
-            return f"{name} with other {' and '.join(different)}"
-        if not numbers_fit(nearest, numbers):
-            return f"{name} with numbers {numbers} where traces had {[s.value for s in nearest.numbers]}"
-        return f"{name} on other tensors than in any trace"
-
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     return function(*args, **kwargs)
 
-
-def _references(symbol: Symbol) -> int:
-    return sys.getrefcount(symbol.tensor)
-
-
-#: What `_references` counts for a placeholder that only its symbol refers to.
-_NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_of(torch.empty(0)), None))
 
 _PASSED_ON = functions.AMBIENT | functions.MARKS
 _IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getset descriptor

@@ -1,0 +1,37 @@
+"""Why an event is none of the graph's, in words.
+
+In:  an event, and the node that was nearest to it.
+Out: a sentence for `coexec.explain()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coexec.runners.iteration import Iteration
+from coexec.runners.skeleton import Skeleton, numbers_fit
+from coexec.tracegraph import functions
+from coexec.tracegraph.graph import Node
+from coexec.tracegraph.trace import Number
+
+
+def difference(
+    iteration: Iteration,
+    skeleton: Skeleton,
+    function: Any,
+    nearest: Node | None,
+    key: Any,
+    numbers: list[Number],
+) -> str:
+    """What distinguishes an event from the nearest node, for `explain`."""
+    name = functions.name_of(function)
+    if nearest is None:
+        expected = [n.name for n in skeleton.children.get(iteration.at, ())]
+        return f"{name} where the traces go on with {' or '.join(expected) or 'the end of the block'}"
+    if nearest.key != key:
+        parts = ("arguments", "ambient state", "metadata of its tensors")
+        different = [p for p, a, b in zip(parts, nearest.key, key, strict=True) if a != b]  # type: ignore[call-overload]
+        return f"{name} with other {' and '.join(different)}"
+    if not numbers_fit(nearest, numbers):
+        return f"{name} with numbers {numbers} where traces had {[s.value for s in nearest.numbers]}"
+    return f"{name} on other tensors than in any trace"

@@ -1,0 +1,69 @@
+"""The results of an iteration, given to Python.
+
+In:  a committed iteration whose GraphRunner has ended.
+Out: every placeholder that the program still holds is a real tensor, and every `.grad` is set.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from coexec.runners.graph_runner import GraphRunner
+from coexec.runners.iteration import Iteration
+from coexec.runners.placeholder import Symbol, dressed, realize
+from coexec.runners.skeleton import Skeleton
+from coexec.tracegraph import calls
+from coexec.tracegraph.trace import Produced
+
+
+def _references(symbol: Symbol) -> int:
+    return sys.getrefcount(symbol.tensor)
+
+
+#: What `_references` counts for a placeholder that only its symbol refers to.
+_NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_of(torch.empty(0)), None))
+
+
+def alive(iteration: Iteration) -> list[Produced]:
+    """Placeholders that somebody besides this iteration refers to."""
+    return [s.binding for s in iteration.symbols.values() if _references(s) > _NO_REFERENCES]
+
+
+def publish(iteration: Iteration, skeleton: Skeleton, graph_runner: GraphRunner) -> None:
+    """Makes the placeholders that the program holds real tensors, and sets gradients."""
+    it = iteration
+    real: dict[Produced, torch.Tensor] = {}
+    for binding in it.alive:
+        real[binding] = it.placeholders[binding].tensor
+        realize(real[binding], _real(iteration, skeleton, graph_runner, binding))
+    for leaf, value in it.grads.values():
+        target = it.placeholders[leaf].tensor if isinstance(leaf, Produced) else leaf
+        if isinstance(leaf, Produced) and it.placeholders[leaf].binding not in real:
+            continue  # nobody refers to the leaf any more
+        if isinstance(value, Produced):
+            binding = it.placeholders[value].binding
+            if binding not in real:
+                real[binding] = _real(iteration, skeleton, graph_runner, binding)
+            value = real[binding]
+        target.grad = value  # type: ignore[union-attr]  # a leaf is a tensor
+
+
+def _real(
+    iteration: Iteration, skeleton: Skeleton, graph_runner: GraphRunner, binding: Produced
+) -> torch.Tensor:
+    program = skeleton.program
+    output = skeleton.graph.nodes[binding.event].outputs[binding.output]
+    rebased = program.rebased.get((binding.event, binding.output))
+    if rebased is None:
+        value = graph_runner.value(program.plans[binding.event].outputs[binding.output])
+    else:
+        base, meta = iteration.object_of(rebased[0]), output.meta
+        assert base is not None
+        shift = rebased[1]
+        if not program.compiled:  # an index may have been fed: the view of the shadow knows
+            shift = graph_runner.value(program.plans[binding.event].outputs[binding.output]).storage_offset()
+        offset = int(base.storage_offset()) + shift
+        value = torch.as_strided(base.detach(), meta.shape, meta.stride, offset)
+    return dressed(value, output.meta, output.history)
