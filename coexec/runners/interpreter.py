@@ -16,6 +16,7 @@ import torch
 
 from coexec._private import BelowAutograd
 from coexec.location import describe
+from coexec.tracegraph.calls import flat
 from coexec.tracegraph.program import (
     Call,
     Commit,
@@ -219,7 +220,7 @@ class InterpretedRunner:
             ) from e
         if not any(o is not None for o in call.outs):
             return
-        for out, value, shape in zip(call.outs, _flat(returned), call.shapes or call.outs, strict=True):
+        for out, value, shape in zip(call.outs, flat(returned), call.shapes or call.outs, strict=True):
             if out is not None:
                 if isinstance(shape, tuple) and tuple(value.shape) != shape:
                     raise RuntimeError(
@@ -243,9 +244,3 @@ class InterpretedRunner:
 
 def _positional(call: Call) -> int:
     return sum(not a.kwarg_only for a in call.target._schema.arguments)
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return [w for v in value for w in _flat(v)]
-    return [value]

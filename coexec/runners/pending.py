@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from coexec.tracegraph.calls import tensors_in
+
 _owners: dict[int, Pending] = {}  # by id of the tensor
 _all: set[Pending] = set()
 _lock = threading.RLock()
@@ -67,40 +69,30 @@ def settle_all() -> None:
 
 
 def _settle(value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        owner = _owners.get(id(value))
+    for tensor in tensors_in(value):
+        owner = _owners.get(id(tensor))
         if owner is not None:
             owner.settle()
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            _settle(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            _settle(v)
+
+
+def _settle_and_call(
+    cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Waits for everything among the arguments, and calls the function on what it has become."""
+    _settle((args, kwargs))
+    return function(*args, **(kwargs or {}))
 
 
 class PendingTensor(torch.Tensor):
     """A `torch.Tensor` whose next use waits."""
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Waits for everything among the arguments, and calls the function on what it has become."""
-        _settle((args, kwargs))
-        return function(*args, **(kwargs or {}))
+    __torch_function__: Any = classmethod(_settle_and_call)
 
 
 class PendingParameter(torch.nn.Parameter):
     """An `nn.Parameter` whose next use waits."""
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Waits for everything among the arguments, and calls the function on what it has become."""
-        _settle((args, kwargs))
-        return function(*args, **(kwargs or {}))
+    __torch_function__: Any = classmethod(_settle_and_call)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _settle(self)

@@ -8,7 +8,7 @@ the program still holds becomes the real tensor: the same object, another implem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._private import become, make_wrapper, name_node
+from coexec.tracegraph import calls
 from coexec.tracegraph.trace import Produced, TensorMeta
 
 
@@ -67,21 +68,9 @@ class Guard(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(self._is_placeholder(t) for t in tensors_in((args, kwargs))):
+        if any(self._is_placeholder(t) for t in calls.tensors_in((args, kwargs))):
             self._give_up(function)
         return function(*args, **(kwargs or {}))
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of a call."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from tensors_in(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from tensors_in(v)
 
 
 def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch.Tensor:

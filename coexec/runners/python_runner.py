@@ -32,7 +32,6 @@ from coexec.runners.placeholder import (
     dressed,
     make_placeholder,
     realize,
-    tensors_in,
 )
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
 from coexec.runners.results import alive, publish
@@ -67,7 +66,6 @@ class PythonRunner(TorchFunctionMode):
         self.skeleton = skeleton
         self.graph_runner = graph_runner
         self.iteration = Iteration(captured=captured)
-        self.exclusive = exclusive
         self.stall_s = 0.0
         self._outermost = outermost
         self._on_mismatch = on_mismatch
@@ -78,10 +76,10 @@ class PythonRunner(TorchFunctionMode):
                 self.iteration.externals[id(tensor)] = skeleton.captured[index]
         self.restore_random_state = random_state.save(skeleton.generators)
         bound = [t for i in skeleton.program.captured if (t := captured[i]) is not None]
-        self.exclusive = exclusive and all(is_exclusive(t) for t in bound)
+        native = isinstance(graph_runner, NativeRunner)
+        self.exclusive = exclusive and native and all(is_exclusive(t) for t in bound)
         self.graph_runner.begin(skeleton.program, bound, not lazy)
         self._walker: Any = None
-        self.exclusive = self.exclusive and isinstance(graph_runner, NativeRunner)
         if isinstance(graph_runner, NativeRunner):
             self._walker = skeleton.walker
             self._walker.begin(self.iteration, graph_runner.core, outermost, exclusive)
@@ -98,7 +96,7 @@ class PythonRunner(TorchFunctionMode):
             return self._passive(function, args, kwargs)
         if function == functions.GET_GRAD:
             return self._get_grad(args[0])
-        if function in _PASSED_ON or getattr(function, "__module__", None) == "torch._ops.profiler":
+        if function in _PASSED_ON or functions.is_annotation(function):
             return function(*args, **kwargs)
         if function in functions.INDEXING:
             args = functions.with_index_tensors(args)
@@ -124,7 +122,7 @@ class PythonRunner(TorchFunctionMode):
 
     def holds_symbol(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a placeholder is among the arguments of a call."""
-        return any(id(t) in self.iteration.symbols for t in tensors_in(arguments))
+        return any(id(t) in self.iteration.symbols for t in calls.tensors_in(arguments))
 
     @property
     def fell_back(self) -> bool:

@@ -207,6 +207,27 @@ def new_tensors(result: Any, returned: Any) -> Iterator[tuple[int, torch.Tensor]
             yield from new_tensors(item, value)
 
 
+def flat(value: Any) -> Iterator[Any]:
+    """What tuples and lists hold, however nested, in order."""
+    if isinstance(value, (tuple, list)):
+        for v in value:
+            yield from flat(v)
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of a call."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from tensors_in(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors_in(v)
+
+
 # --- metadata and numbers -----------------------------------------------------------------------
 
 

@@ -121,6 +121,11 @@ HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], Callable[[tuple[Any, ...]], bool
 }
 
 
+def is_annotation(function: Callable[..., Any]) -> bool:
+    """Whether a function is an operator that only annotates, as profiler ranges do."""
+    return getattr(function, "__module__", None) == "torch._ops.profiler"
+
+
 def is_data(function: Callable[..., Any], tensors: Sequence[Tensor], key: Hashable) -> bool:
     """Whether a call makes a tensor of nothing but Python data, or of a generator that Python holds.
 

@@ -6,7 +6,6 @@ Out: events in the recorder; the program itself runs as if the mode were not the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -25,11 +24,6 @@ _UNRECORDED = (
 )
 
 
-def is_annotation(function: Callable[..., Any]) -> bool:
-    """Whether a function is an operator that only annotates, as profiler ranges do."""
-    return getattr(function, "__module__", None) == "torch._ops.profiler"
-
-
 class TracingMode(TorchFunctionMode):
     """Passes torch calls to a recorder, with their location below frame `outermost`."""
 
@@ -45,7 +39,7 @@ class TracingMode(TorchFunctionMode):
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
         """Runs a torch call that Python made at `location`."""
-        if function in _UNRECORDED or is_annotation(function):
+        if function in _UNRECORDED or functions.is_annotation(function):
             return function(*args, **kwargs)
         if function in functions.DATA or any(isinstance(a, torch.Generator) for a in kwargs.values()):
             tensors, _, key = calls.flatten(args, kwargs)

@@ -294,8 +294,8 @@ class Recorder(TorchDispatchMode):
                 for t, m, v in zip(p.tensors, p.metas, p.versions, strict=True)
             )
         )
-        differentiable = any(isinstance(t, torch.Tensor) and t.requires_grad for t in _flat(returned))
-        same = any(t is a for t in _flat(returned) for a in p.tensors)
+        differentiable = any(isinstance(t, torch.Tensor) and t.requires_grad for t in calls.flat(returned))
+        same = any(t is a for t in calls.flat(returned) for a in p.tensors)
         if changed or differentiable or same:
             raise Untraceable("CX0106", str(event.on_host))
 
@@ -451,7 +451,8 @@ class Recorder(TorchDispatchMode):
         event = self._open
         if event is None:
             tracked = any(
-                t.layout is torch.strided and storage_id(t) in self._memory for t in _tensors((args, kwargs))
+                t.layout is torch.strided and storage_id(t) in self._memory
+                for t in calls.tensors_in((args, kwargs))
             )
             draws = torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None
             if tracked or draws:
@@ -467,7 +468,7 @@ class Recorder(TorchDispatchMode):
         if event.on_host is not None:
             return None
         positional = _positional(function, args, kwargs)
-        return tuple(self._encode(a, function) for a in positional), list(_tensors(positional))
+        return tuple(self._encode(a, function) for a in positional), list(calls.tensors_in(positional))
 
     def _after_operation(self, function: Any, encoded: Any, returned: Any) -> None:
         event = self._open
@@ -484,7 +485,7 @@ class Recorder(TorchDispatchMode):
         number = len(event.operations)
         results: list[Result | None] = []
         fresh: list[tuple[torch.Tensor, Computed]] = []
-        for index, tensor in enumerate(_flat(returned if function._schema.returns else ())):
+        for index, tensor in enumerate(calls.flat(returned if function._schema.returns else ())):
             if tensor is None:
                 results.append(None)
                 continue
@@ -672,26 +673,8 @@ def _depends_on_data(function: Any, args: tuple[Any, ...]) -> bool:
     return torch.Tag.dynamic_output_shape in function.tags
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for v in value:
-            yield from _flat(v)
-    else:
-        yield value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    for v in _flat(value):
-        if isinstance(v, torch.Tensor):
-            yield v
-        elif isinstance(v, dict):
-            yield from _tensors(v)
-
-
 def _values_in(argument: Any) -> Iterator[Value]:
-    for v in _flat(argument):
+    for v in calls.flat(argument):
         if isinstance(v, (Input, Local)):
             yield v
 
