@@ -12,11 +12,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms as _eager_transforms
+from torch._functorch import vmap as _vmap
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import graph as _graph
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
@@ -90,6 +94,13 @@ def is_exposed(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the very strides of the original."""
+    with torch.no_grad():
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return copy.copy_(tensor)
+
+
 def is_exclusive(tensor: torch.Tensor) -> bool:
     """Whether no other tensor, and no array, shares the tensor's memory."""
     storage = tensor.untyped_storage()
@@ -110,6 +121,19 @@ _USES_OF_ONE = _uses_of_one()
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to the tensor's memory; its `cdata` names the memory while it is held."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+#: Where the transforms of `torch.func` begin: modules, and the functions that they call first.
+TRANSFORM_ENTRIES = tuple(
+    (module, name)
+    for module, name in (
+        (_vmap, "_vmap_increment_nesting"),
+        (_eager_transforms, "_grad_increment_nesting"),
+        (_eager_transforms, "_jvp_increment_nesting"),
+        (_eager_transforms, "_func_increment_nesting"),
+    )
+    if hasattr(module, name)
+)
 
 
 def transform_depth(own_modes: int) -> tuple[int, bool]:
@@ -142,6 +166,12 @@ def kernel_choices() -> tuple[Any, ...]:
     )
 
 
+def innermost_dispatch_mode() -> Any:
+    """The dispatch mode that sees an operation first, None if there is none."""
+    stack = _get_current_dispatch_mode_stack()
+    return stack[-1] if stack else None
+
+
 def foreign_modes() -> list[str]:
     """Names of the function and dispatch modes that the user has entered."""
     modes = [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]
@@ -152,6 +182,21 @@ def default_device() -> str:
     """The device of `torch.set_default_device` or `with torch.device(...)`."""
     contexts = [m for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext)]
     return str([str(m.device) for m in contexts])
+
+
+def shapes_without_values(
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> list[tuple[int, ...]] | None:
+    """The shapes of the tensors that a call returns, from metadata alone; None if values are needed."""
+    mode = FakeTensorMode()
+    with torch.no_grad():
+        fake = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), kwargs))
+        try:
+            with mode:
+                returned = function(*fake[0], **fake[1])
+        except Exception:  # it has no fake implementation, or looks at values
+            return None
+    return [tuple(t.shape) for t in tree_leaves(returned) if isinstance(t, torch.Tensor)]
 
 
 def compile_ahead_of_time(

@@ -1,17 +1,22 @@
 """Notices what Python does in a block without going through torch functions.
 
 In:  a callback for each thread that is in a block.
-Out: a context in which three kinds of calls on that thread call it first:
+Out: a context in which calls of these kinds on that thread call it first:
 
 - functions of `torch.random` (`manual_seed`, `get_rng_state`, `fork_rng`): the GraphRunner draws random
   numbers while Python runs ahead, so the state that Python would see is not eager's;
-- `torch.autograd.Function.apply` and `nn.Parameter(...)`: their C++ code would keep hold of a placeholder.
+- `torch.autograd.Function.apply`, `nn.Parameter(...)` and `Tensor._make_subclass`: their C++ code would
+  keep hold of a placeholder;
+- the beginning of a `torch.func` transform, whose C++ code wraps tensors.
 
-The stand-ins are in place only while some thread is in a block, and pass on what other threads call.
+The call itself runs in the context that the callback returns. The stand-ins are in place only while
+some thread is in a block, and pass on what other threads call.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -19,18 +24,31 @@ from typing import Any
 
 import torch
 
-Callback = Callable[[str, tuple[Any, ...]], None]
+from coexec._private import TRANSFORM_ENTRIES
+
+
+class Watched(enum.Enum):
+    """What a watched call does."""
+
+    RANDOM = "random"  #: sees or sets random state
+    KEEPS = "keeps"  #: keeps hold of its arguments in C++
+    TRANSFORMS = "transforms"  #: wraps tensors that it is given later
+
+
+Callback = Callable[[Watched, str, tuple[Any, ...]], contextlib.AbstractContextManager[None]]
 
 _lock = threading.Lock()
 _callbacks: dict[int, Callback] = {}  # by thread
-_saved: list[Any] = []
+_saved: list[tuple[Any, str, Any]] = []
+_ABSENT = object()
 _RANDOM: Any = torch.random  # its functions find the generator in this module
 _FUNCTION: Any = torch.autograd.Function
 _PARAMETER: Any = torch.nn.Parameter
+_TENSOR: Any = torch.Tensor
 
 
 class BlockWatch:
-    """A context that reports to `called(name, arguments)` what the current thread calls."""
+    """A context that reports to `called(kind, name, arguments)` what the current thread calls."""
 
     def __init__(self, called: Callback) -> None:
         self._called = called
@@ -51,39 +69,69 @@ class BlockWatch:
                 _uninstall()
 
 
-def _report(name: str, arguments: tuple[Any, ...]) -> None:
+def _report(
+    kind: Watched, name: str, arguments: tuple[Any, ...] = ()
+) -> contextlib.AbstractContextManager[None]:
     callback = _callbacks.get(threading.get_ident())
-    if callback is not None:
-        callback(name, arguments)
+    return contextlib.nullcontext() if callback is None else callback(kind, name, arguments)
 
 
 class _Generator:
     def __getattr__(self, name: str) -> Any:
-        _report(f"the default generator's {name}", ())
-        return getattr(torch.default_generator, name)
+        with _report(Watched.RANDOM, f"the default generator's {name}"):
+            return getattr(torch.default_generator, name)
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    _report(f"{cls.__name__}.apply", args)
-    return _saved[1].__func__(cls, *args, **kwargs)
+def _watched_apply(apply: Any) -> Any:
+    def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with _report(Watched.KEEPS, f"{cls.__name__}.apply", args):
+            return apply.__func__(cls, *args, **kwargs)
+
+    return classmethod(watched)
 
 
-def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-    _report("nn.Parameter", (data,))
-    return _saved[2](cls, data, requires_grad)
+def _watched_new(new: Any) -> Any:
+    def watched(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        with _report(Watched.KEEPS, "nn.Parameter", (data,)):
+            return new(cls, data, requires_grad)
+
+    return staticmethod(watched)
+
+
+def _watched_make_subclass(make: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _report(Watched.KEEPS, "Tensor._make_subclass", args):
+            return make(*args, **kwargs)
+
+    return staticmethod(watched)
+
+
+def _watched_entry(begin: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _report(Watched.TRANSFORMS, "a torch.func transform"):
+            return begin(*args, **kwargs)
+
+    return watched
 
 
 def _install() -> None:
-    _saved[:] = [
-        _RANDOM.default_generator,
-        _FUNCTION.__dict__["apply"],
-        _PARAMETER.__new__,
-    ]
-    _RANDOM.default_generator = _Generator()
-    _FUNCTION.apply = classmethod(_apply)
-    _PARAMETER.__new__ = staticmethod(_new_parameter)
+    _replace(_RANDOM, "default_generator", _Generator())
+    _replace(_FUNCTION, "apply", _watched_apply(_FUNCTION.__dict__["apply"]))
+    _replace(_PARAMETER, "__new__", _watched_new(_PARAMETER.__new__))
+    _replace(_TENSOR, "_make_subclass", _watched_make_subclass(_TENSOR._make_subclass))
+    for module, name in TRANSFORM_ENTRIES:
+        _replace(module, name, _watched_entry(getattr(module, name)))
+
+
+def _replace(owner: Any, name: str, stand_in: Any) -> None:
+    _saved.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+    setattr(owner, name, stand_in)
 
 
 def _uninstall() -> None:
-    _RANDOM.default_generator, _FUNCTION.apply, new = _saved
-    _PARAMETER.__new__ = staticmethod(new)
+    while _saved:
+        owner, name, original = _saved.pop()
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)

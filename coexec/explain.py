@@ -48,11 +48,15 @@ class ProgramReport:
     Attributes:
         key: where its tape stands.
         phase: what its next iteration will do.
-        steps: iterations by phase: `tracing`, `co-execution`, `fallback`, `eager`.
+        steps: iterations by phase: `tracing`, `co-execution`, `dynamic`, `fallback`, `eager`.
         traces: traces collected.
         fallbacks: co-executed iterations that became eager ones.
         causes: every cause that kept an iteration from co-execution.
         eager_cause: why the program is left alone, if it is.
+        dynamic_cause: why it is in the dynamic phase, if it is.
+        sent: calls that the dynamic phase sent to the queue.
+        waits: calls of the dynamic phase that Python ran itself, after waiting for the queue: name and
+            reason of each, and how often, the most frequent first.
         graph: its TraceGraph.
         graph_text: the TraceGraph as text, loops rolled up.
         switch_cases: the switch-cases of the TraceGraph.
@@ -70,6 +74,9 @@ class ProgramReport:
     fallbacks: int
     causes: tuple[Fallback, ...]
     eager_cause: str | None
+    dynamic_cause: str | None
+    sent: int
+    waits: tuple[tuple[str, str, int], ...]
     graph: TraceGraph | None
     graph_text: str
     switch_cases: tuple[SwitchCase, ...]
@@ -100,6 +107,13 @@ class ProgramReport:
             lines.append(f"  and {len(counts) - 8} other causes")
         if self.eager_cause:
             lines.append(f"  left to eager execution: {self.eager_cause}")
+        if self.dynamic_cause:
+            lines.append(f"  runs call by call: {self.dynamic_cause}")
+        if self.sent:
+            waited = sum(n for _, _, n in self.waits)
+            lines.append(f"  dynamic phase: {self.sent} calls sent to the queue, {waited} run by Python")
+            for name, reason, n in self.waits[:8]:
+                lines.append(f"    {n} x {name}: {reason}")
         if self.blocks:
             sizes = ", ".join(
                 f"{b.operations} operations by {b.executor}"
@@ -162,6 +176,9 @@ def report(state: ProgramState) -> ProgramReport:
             Fallback(i, c.reason.id, f"{c.reason.title}: {c.detail}", c.where) for i, c in state.causes
         ),
         eager_cause=None if state.eager_cause is None else str(state.eager_cause),
+        dynamic_cause=None if state.dynamic_cause is None else str(state.dynamic_cause),
+        sent=state.sent,
+        waits=tuple((name, reason, n) for (name, reason), n in state.waits.most_common()),
         graph=graph,
         graph_text="" if graph is None else format_graph(graph, describe, graph_loops(graph, state)),
         switch_cases=() if graph is None else assign_cases(graph.edges),

@@ -29,7 +29,7 @@ class Options:
         synchronous: whether leaving the block waits until the GraphRunner is done. If not, the next
             use of a tensor that the iteration reads or writes waits, and so does the next tape.
         check: whether the verifiers run after every step that makes a structure.
-        max_traces: traces of one program after which it runs eagerly (at least 2).
+        max_traces: traces of one program after which it runs call by call for good (at least 2).
     """
 
     executor: Executor = "aten"

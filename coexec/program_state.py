@@ -4,7 +4,9 @@ In:  the trace of each traced iteration, the outcome of each co-executed one.
 Out: the phase of the next iteration, and what it needs.
 
 Phases: TRACING collects traces until one is covered by the TraceGraph; COEXECUTION runs the two
-runners; EAGER leaves the program alone, for a reason that `explain` shows.
+runners on it; DYNAMIC runs them on single calls, for programs whose iterations have no graph in common;
+EAGER leaves the program alone. For the latter two `explain` shows the reason. From DYNAMIC an iteration
+is traced now and then, less and less often, to see whether the TraceGraph covers it by now.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import Any
 
 import torch
 
+from coexec._native import core
+from coexec.dynamic.table import Table
 from coexec.executors import make_program
 from coexec.options import Options
 from coexec.reasons import Cause, cause
@@ -35,8 +40,14 @@ log = logging.getLogger(__name__)
 
 #: Iterations in a row that cannot be traced before the program is left alone.
 STRIKES = 3
-#: Fallbacks among the latest `WINDOW` co-executed iterations before the program is left alone.
-MAX_FALLBACKS, WINDOW = 20, 40
+#: Fallbacks among the latest `WINDOW` co-executed iterations before the dynamic phase.
+MAX_FALLBACKS, WINDOW = 2, 6
+#: Traces in a row that the TraceGraph did not cover before the dynamic phase.
+PATIENCE = 5
+#: Iterations of the dynamic phase before one is traced again: at first, and at most.
+FIRST_RETRY, LAST_RETRY = 20, 1280
+#: Lost captures before the dynamic phase.
+MAX_LOST = 3
 
 
 def _samples() -> deque[float]:
@@ -48,6 +59,7 @@ class Phase(enum.Enum):
 
     TRACING = "tracing"
     COEXECUTION = "co-execution"
+    DYNAMIC = "dynamic"
     EAGER = "eager"
 
 
@@ -67,7 +79,13 @@ class ProgramState:
     collected: int = 0
     causes: list[tuple[int, Cause]] = field(default_factory=list)
     eager_cause: Cause | None = None
+    dynamic_cause: Cause | None = None
+    table: Table = field(default_factory=Table)
+    sent: int = 0  # calls that the dynamic phase has sent to the queue
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # calls it waited at, and why
     strikes: int = 0
+    uncovered: int = 0
+    lost: int = 0
     recent: list[bool] = field(default_factory=list)
     compile_s: list[float] = field(default_factory=list)
     graph_ms: deque[float] = field(default_factory=_samples)
@@ -76,6 +94,9 @@ class ProgramState:
     python_stall_ms: deque[float] = field(default_factory=_samples)
     running: bool = False
     _graph_runner: GraphRunner | None = None
+    _queue: Any = None
+    _until_retry: int = 0
+    _retry_after: int = FIRST_RETRY
 
     @property
     def iteration(self) -> int:
@@ -93,6 +114,13 @@ class ProgramState:
         if self._graph_runner is None:
             self._graph_runner = make_graph_runner()
         return self._graph_runner
+
+    @property
+    def queue(self) -> Any:
+        """The queue of the dynamic phase; its thread starts with the first use."""
+        if self._queue is None:
+            self._queue = core.Queue()
+        return self._queue
 
     # --- transitions ---
 
@@ -112,25 +140,30 @@ class ProgramState:
         covered = before is not None and _shape(before) == _shape(merged)
         self.traces.append(trace)
         self.graph = merged
+        self.uncovered = 0 if covered else self.uncovered + 1
         if covered:
             self._enter_coexecution()
         elif len(self.traces) >= self.options.max_traces:
             self.give_up(cause("CX0116", f"{len(self.traces)} traces", self.key))
+        elif self.phase is Phase.DYNAMIC or self.uncovered >= PATIENCE:
+            self._go_dynamic(cause("CX0116", f"{self.uncovered} in a row that were new", self.key))
 
     def fell_back(self, why: Cause, trace: Trace | None, why_untraceable: Cause | None) -> None:
         """Takes in a co-executed iteration that became an eager one."""
         self.note(why)
         self.recent = [*self.recent[1 - WINDOW :], True]
+        if trace is not None:
+            self.phase = Phase.TRACING
+            self.uncovered = 0
+            self.traced(trace, None)
+        else:
+            self._untraceable(why_untraceable)
+        if self.phase in (Phase.DYNAMIC, Phase.EAGER):
+            return
         if sum(self.recent) > MAX_FALLBACKS:
-            self.give_up(cause("CX0117", f"{sum(self.recent)} of {len(self.recent)} iterations", why.where))
-            return
-        if trace is None:
-            if why_untraceable is not None and why_untraceable.reason.id != "CX0002":
-                self._untraceable(why_untraceable)
-            return
-        self.phase = Phase.TRACING
-        self.traced(trace, None)
-        if self.phase is Phase.TRACING and sum(self.recent[-3:]) < 3:
+            which = f"{sum(self.recent)} of the latest {len(self.recent)} iterations"
+            self._go_dynamic(cause("CX0117", which, why.where))
+        elif self.phase is Phase.TRACING:
             self._enter_coexecution()
 
     def coexecuted(self) -> None:
@@ -148,9 +181,23 @@ class ProgramState:
 
     def lost_capture(self) -> None:
         """A captured tensor is gone: programs that replace it are traced again."""
-        self.note(cause("CX0004", "a tensor that every trace used no longer exists", self.key))
+        why = cause("CX0004", "a tensor that every trace used no longer exists", self.key)
+        self.note(why)
         self.phase = Phase.TRACING
         self.traces, self.graph, self.skeleton = [], None, None
+        self.lost += 1
+        if self.lost > MAX_LOST:
+            self._go_dynamic(why)
+
+    def tries_tracing(self) -> bool:
+        """Whether the next iteration of the dynamic phase is traced, to see if the graph covers it."""
+        return self._retry_after <= LAST_RETRY and self._until_retry <= 0
+
+    def ran_dynamically(self, sent: int, waits: Counter[tuple[str, str]]) -> None:
+        """Takes in an iteration of the dynamic phase."""
+        self.sent += sent
+        self.waits += waits
+        self._until_retry -= 1
 
     def note(self, why: Cause) -> None:
         """Remembers a cause for `explain`."""
@@ -158,9 +205,28 @@ class ProgramState:
         if len(self.causes) < 1000:
             self.causes.append((self.iteration, why))
 
+    def _go_dynamic(self, why: Cause) -> None:
+        """Runs the program call by call until a traced iteration is covered by the graph."""
+        if core is None:
+            if why.reason.id != "CX0116" or len(self.traces) >= self.options.max_traces:
+                self.give_up(why)
+            return
+        if self.dynamic_cause is None:
+            log.info("%s: co-executed call by call: %s", self.key, why)
+        self.dynamic_cause = why
+        self.phase = Phase.DYNAMIC
+        self.skeleton, self.recent, self.uncovered = None, [], 0
+        self._until_retry = self._retry_after
+        self._retry_after *= 2
+
     def give_up(self, why: Cause) -> None:
-        """Leaves the program to eager execution from now on."""
+        """No more traces: the program runs call by call from now on, or eagerly without a native core."""
         self.note(why)
+        if core is not None:
+            self._retry_after = LAST_RETRY
+            self._go_dynamic(why)
+            self.traces, self.graph = [], None
+            return
         log.warning("coexec leaves %s to eager execution: %s. %s", self.key, why, why.reason.hint)
         self.eager_cause = why
         self.phase = Phase.EAGER
@@ -175,8 +241,10 @@ class ProgramState:
         self.strikes += 1
         if self.strikes >= STRIKES:
             self.give_up(why)
-        else:
-            self.note(why)
+            return
+        self.note(why)
+        if self.phase is Phase.DYNAMIC:
+            self._go_dynamic(why)
 
     def _enter_coexecution(self) -> None:
         assert self.graph is not None
@@ -192,6 +260,7 @@ class ProgramState:
         if why_aten is not None:
             self.note(cause("CX0201", why_aten, self.key))
         self.skeleton = make_skeleton(graph, program)
+        self.dynamic_cause = None
         self.compile_s.append(time.perf_counter() - began)
         self.phase = Phase.COEXECUTION
 

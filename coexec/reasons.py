@@ -1,8 +1,9 @@
 """Why a program, or one iteration of it, did not run in the co-execution phase.
 
 Each reason has a stable id, what happened, and what a user can do. `docs/fallbacks.md` is made of
-this table. A *program* reason ends co-execution for the program; an *iteration* reason (a fallback)
-only for one iteration, whose trace is merged.
+this table. A *program* reason means that the program has no graph of the whole iteration and runs call
+by call (the dynamic phase); an *iteration* reason (a fallback) concerns one iteration, whose trace is
+merged.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ REASONS = _registry(
     Reason(
         "CX0102",
         "user code ran inside of a torch call",
-        "Custom functions, hooks and checkpointing run eagerly.",
+        "Nothing to do: the program runs call by call, and these calls eagerly.",
     ),
-    Reason("CX0103", "a tensor changed outside of any torch call", "Custom autograd functions run eagerly."),
+    Reason("CX0103", "a tensor changed outside of any torch call", "Nothing to do: the program runs call by call."),
     Reason(
         "CX0104",
         "autograd history comes from outside of the block",
@@ -58,13 +59,13 @@ REASONS = _registry(
         "autograd history outlives the block",
         "Call backward inside of the block, or detach what you keep.",
     ),
-    Reason("CX0106", "a result depends on data inside of a torch call", "Data-dependent shapes run eagerly."),
-    Reason("CX0107", "a tensor is not a plain strided tensor", "Subclasses and sparse tensors run eagerly."),
+    Reason("CX0106", "a result depends on data inside of a torch call", "Nothing to do: the program runs call by call, and these calls eagerly."),
+    Reason("CX0107", "a tensor is not a plain strided tensor", "Nothing to do: the program runs call by call, and these calls eagerly."),
     Reason("CX0108", "an external tensor's attributes changed", "Do it outside of the block."),
     Reason("CX0109", "a call needs what a symbolic tensor does not have", "Call it outside of the block."),
     Reason("CX0110", "an argument cannot be compared", "Pass numbers, strings and tensors."),
     Reason("CX0111", "a torch call reads a tensor that nothing explains", "Pass the tensor as an argument."),
-    Reason("CX0112", "hooks are registered on a tensor", "Tensor hooks run eagerly."),
+    Reason("CX0112", "hooks are registered on a tensor", "Nothing to do: the program runs call by call."),
     Reason(
         "CX0113",
         "another torch function or dispatch mode is active",
@@ -73,9 +74,9 @@ REASONS = _registry(
     Reason("CX0114", "memory shared with NumPy was written", "Copy the array before you write to it."),
     Reason("CX0115", "tensors that share memory are written and read back", "Give each its own memory."),
     Reason(
-        "CX0116", "too many different traces", "Move what varies out of the block, or give the variants keys."
+        "CX0116", "too many different traces", "Nothing to do: the program runs call by call. Keys for the variants may help."
     ),
-    Reason("CX0117", "the iteration was too different from its traces too often", "See the fallbacks."),
+    Reason("CX0117", "the iteration was too different from its traces too often", "Nothing to do: the program runs call by call until its paths are known."),
     Reason("CX0118", "random state was changed between torch calls", "Seed outside of the block."),
     Reason("CX0119", "the tape was used on several threads", "Use one tape a thread, with a key of its own."),
     Reason(

@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from coexec._private import enter, foreign_modes, leave, without_current_modes
-from coexec.block_watch import BlockWatch
+from coexec.block_watch import BlockWatch, Watched
+from coexec.dynamic.runner import DynamicRunner
 from coexec.errors import CommitError, TapeError
 from coexec.location import describe
 from coexec.options import Options, options
@@ -130,6 +132,8 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
         state.steps["eager"] += 1
         return None
     state.running = True
+    if state.phase is Phase.DYNAMIC and not state.tries_tracing():
+        return _DynamicSession(state, options)
     if state.phase is Phase.COEXECUTION:
         captured = state.captured_tensors()
         if captured is not None:
@@ -148,6 +152,17 @@ class _Session:
         """Ends the iteration; `error` is what leaves the block."""
         raise NotImplementedError
 
+    def _record_times(
+        self, began: float, before: Sequence[float], after: Sequence[float], stall_s: float
+    ) -> None:
+        state = self.state
+        total = time.perf_counter() - began
+        busy, stalled = (now - then for now, then in zip(after, before, strict=True))
+        state.python_ms.append((total - stall_s) * 1e3)
+        state.python_stall_ms.append(stall_s * 1e3)
+        state.graph_ms.append(busy * 1e3)
+        state.graph_stall_ms.append(stalled * 1e3)
+
 
 class _TracingSession(_Session):
     """An iteration of the tracing phase."""
@@ -161,9 +176,10 @@ class _TracingSession(_Session):
         enter(self.mode)
         enter(self.recorder)
 
-    def _called(self, name: str, arguments: tuple[Any, ...]) -> None:
-        if not arguments:
+    def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
+        if kind is Watched.RANDOM:
             self.recorder.fail("CX0118", name)
+        return nullcontext()
 
     def end(self, error: BaseException | None) -> None:
         leave(self.recorder)
@@ -175,6 +191,34 @@ class _TracingSession(_Session):
             self.recorder.fail("CX0002", type(error).__name__)
         trace = self.recorder.finish()
         self.state.traced(trace, self.recorder.cause)
+
+
+class _DynamicSession(_Session):
+    """An iteration of the dynamic phase."""
+
+    def __init__(self, state: ProgramState, options: Options) -> None:
+        super().__init__(state)
+        self._began = time.perf_counter()
+        self._queue_times = tuple(state.queue.times())
+        self.runner = DynamicRunner(state.table, state.queue, lazy=options.mode == "lazy")
+        self._watch = BlockWatch(self._called)
+        enter(self._watch)
+        enter(self.runner)
+
+    def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
+        if kind is Watched.KEEPS:
+            return self.runner.suspended()
+        self.runner.synchronize()
+        return nullcontext()
+
+    def end(self, error: BaseException | None) -> None:
+        leave(self.runner)
+        leave(self._watch)
+        self.state.running = False
+        self.state.steps["dynamic"] += 1
+        self.runner.synchronize()
+        self.state.ran_dynamically(self.runner.sent, self.runner.waits)
+        self._record_times(self._began, self._queue_times, self.state.queue.times(), self.runner.stall_s)
 
 
 class _CoexecutionSession(_Session):
@@ -205,14 +249,15 @@ class _CoexecutionSession(_Session):
         enter(self._watch)
         enter(self.runner)
 
-    def _called(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Python is about to do something that no torch function shows."""
-        if not arguments:
+        if kind is Watched.RANDOM:
             self._give_up(Mismatch("CX0118", name))
             assert self._recorder is not None
             self._recorder.fail("CX0118", name)
-        elif self.runner.holds_symbol(arguments):
+        elif kind is Watched.TRANSFORMS or self.runner.holds_symbol(arguments):
             self._give_up(Mismatch("CX0102", name))
+        return nullcontext()
 
     def _give_up(self, mismatch: Mismatch) -> None:
         if not self.runner.fell_back:
@@ -296,7 +341,7 @@ class _CoexecutionSession(_Session):
             self._fell_back()
             return
         state.steps["co-execution"] += 1
-        self._record_times()
+        self._record_times(self._began, self._graph_times, state.graph_runner.times(), self.runner.stall_s)
         state.coexecuted()
 
     def _fell_back(self) -> None:
@@ -307,14 +352,3 @@ class _CoexecutionSession(_Session):
         assert self._recorder is not None
         trace = self._recorder.finish()
         state.fell_back(self._cause, trace, self._recorder.cause)
-
-    def _record_times(self) -> None:
-        state, runner = self.state, self.runner
-        total = time.perf_counter() - self._began
-        busy, stalled = (
-            now - then for now, then in zip(state.graph_runner.times(), self._graph_times, strict=True)
-        )
-        state.python_ms.append((total - runner.stall_s) * 1e3)
-        state.python_stall_ms.append(runner.stall_s * 1e3)
-        state.graph_ms.append(busy * 1e3)
-        state.graph_stall_ms.append(stalled * 1e3)

@@ -1,5 +1,6 @@
 // Python bindings, and the operators through which a compiled block feeds and fetches.
 #include "location.h"
+#include "queue.h"
 #include "runner.h"
 #include "walker.h"
 
@@ -72,4 +73,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("value", [](Runner& r, int64_t reg) { return torch::jit::toPyObject(r.value(reg)); });
   coexec::bind_location(m);
   coexec::bind_walker(m);
+  coexec::bind_queue(m);
 }

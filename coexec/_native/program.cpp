@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include <ATen/ScalarOps.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace py = pybind11;
@@ -79,6 +80,16 @@ Argument parse_argument(const py::handle& encoded, const c10::TypePtr& type) {
   return out;
 }
 
+void append_tensors(const c10::IValue& value, std::vector<c10::IValue>& out) {
+  if (value.isTensorList()) {
+    for (const at::Tensor& t : value.toTensorList()) out.emplace_back(t);
+  } else {
+    out.push_back(value);
+  }
+}
+
+}  // namespace
+
 Instruction parse_instruction(const py::dict& d) {
   static const std::unordered_map<std::string, Opcode> opcodes = {
       {"Call", Opcode::Call},     {"Feed", Opcode::Feed},         {"Fetch", Opcode::Fetch},
@@ -111,8 +122,6 @@ Instruction parse_instruction(const py::dict& d) {
   return out;
 }
 
-}  // namespace
-
 std::shared_ptr<Program> make_program(
     int64_t register_count,
     std::vector<int64_t> captured,
@@ -125,6 +134,16 @@ std::shared_ptr<Program> make_program(
   program->instructions.reserve(instructions.size());
   for (const auto& d : instructions) program->instructions.push_back(parse_instruction(d.cast<py::dict>()));
   return program;
+}
+
+std::vector<c10::IValue> invoke(const Instruction& call, const std::vector<c10::IValue>& registers) {
+  std::vector<c10::IValue> stack, results;
+  stack.reserve(call.arguments.size());
+  for (const Argument& argument : call.arguments) stack.push_back(argument.resolve(registers));
+  at::AutoGradMode grad_mode(call.grad_mode);
+  call.op->callBoxed(stack);
+  for (const auto& value : stack) append_tensors(value, results);
+  return results;
 }
 
 }  // namespace coexec

@@ -57,6 +57,11 @@ struct Program {
   std::vector<Instruction> instructions;
 };
 
+Instruction parse_instruction(const pybind11::dict& encoded);
+
+// Runs a `Call` on registers; its tensor results, flattened.
+std::vector<c10::IValue> invoke(const Instruction& call, const std::vector<c10::IValue>& registers);
+
 std::shared_ptr<Program> make_program(
     int64_t register_count,
     std::vector<int64_t> captured,

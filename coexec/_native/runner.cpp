@@ -37,14 +37,6 @@ const c10::DispatchKeySet kAutograd = c10::autograd_dispatch_keyset;
 const c10::DispatchKeySet kAutogradAndViews =
     c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
 
-void append_tensors(const c10::IValue& value, std::vector<c10::IValue>& out) {
-  if (value.isTensorList()) {
-    for (const at::Tensor& t : value.toTensorList()) out.emplace_back(t);
-  } else {
-    out.push_back(value);
-  }
-}
-
 }  // namespace
 
 ThreadState ThreadState::capture() {
@@ -345,12 +337,9 @@ void Runner::call(const Instruction& instruction) {
   if (instruction.when == When::CommitLast && registers_[instruction.arguments[0].reg].isNone()) {
     return;  // the tensor was not bound on this path
   }
-  std::vector<c10::IValue> stack;
-  stack.reserve(instruction.arguments.size());
-  for (const Argument& argument : instruction.arguments) stack.push_back(argument.resolve(registers_));
+  std::vector<c10::IValue> results;
   try {
-    at::AutoGradMode grad_mode(instruction.grad_mode);
-    instruction.op->callBoxed(stack);
+    results = invoke(instruction, registers_);
   } catch (const Cancelled&) {
     throw;
   } catch (const c10::Error& e) {
@@ -362,8 +351,6 @@ void Runner::call(const Instruction& instruction) {
         instruction.op->schema().name() + " failed in the GraphRunner (from " + instruction.where + "): " + e.what());
   }
   if (instruction.outs.empty()) return;
-  std::vector<c10::IValue> results;
-  for (const auto& value : stack) append_tensors(value, results);
   TORCH_CHECK(results.size() == instruction.outs.size(), instruction.op->schema().name(), " (from ", instruction.where,
               ") returned ", results.size(), " values where ", instruction.outs.size(), " were recorded");
   for (size_t i = 0; i < results.size(); ++i) {

@@ -2,6 +2,8 @@
 
 #include "ambient.h"
 #include "location.h"
+#include "meta.h"
+#include "queue.h"
 #include "runner.h"
 
 #include <ATen/Functions.h>
@@ -16,48 +18,6 @@ namespace py = pybind11;
 
 namespace coexec {
 namespace {
-
-struct Meta {
-  std::vector<int64_t> shape, stride;
-  int64_t offset;
-  at::ScalarType dtype;
-  at::Device device = at::kCPU;
-  bool requires_grad, is_leaf;
-  py::object python;  // the interned TensorMeta
-
-  explicit Meta(const py::dict& d)
-      : shape(d["shape"].cast<std::vector<int64_t>>()),
-        stride(d["stride"].cast<std::vector<int64_t>>()),
-        offset(d["offset"].cast<int64_t>()),
-        dtype(py::cast<at::ScalarType>(d["dtype"])),
-        device(py::cast<at::Device>(d["device"])),
-        requires_grad(d["requires_grad"].cast<bool>()),
-        is_leaf(d["is_leaf"].cast<bool>()),
-        python(d["meta"]) {}
-
-  bool fits(const at::Tensor& t) const {
-    return t.layout() == at::kStrided && t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(shape) &&
-           t.strides() == at::IntArrayRef(stride) && t.device() == device &&
-           t.requires_grad() == requires_grad && t.is_leaf() == is_leaf;
-  }
-
-  // A tensor that looks like this and has no memory; operations on it are caught by dispatch.
-  at::Tensor hollow() const {
-    auto options = at::TensorOptions(dtype).device(device);
-    at::Tensor tensor = at::for_blob(nullptr, shape)
-                            .strides(stride)
-                            .storage_offset(offset)
-                            .context(nullptr, [](void*) {})
-                            .target_device(device)
-                            .options(options)
-                            .allocator(c10::GetAllocator(c10::kMeta))
-                            .resizeable_storage()
-                            .make_tensor();
-    tensor.unsafeGetTensorImpl()->set_python_dispatch(true);
-    if (requires_grad) tensor.set_requires_grad(true);
-    return tensor;
-  }
-};
 
 struct NumberSlot {
   double value = 0;
@@ -199,21 +159,6 @@ bool number_fits(PyObject* number, const NumberSlot& slot) {
   return slot.varies ? slot.classes >> class_of(static_cast<double>(v)) & 1 : v == slot.integer;
 }
 
-c10::IValue transformed(PyObject* number, const std::string& transform) {
-  if (PyLong_CheckExact(number)) {
-    int64_t v = PyLong_AsLongLong(number);
-    if (transform == "x") return v;
-    if (transform == "-x") return -v;
-    if (transform == "1 - x") return 1 - v;
-    return transform == "1 / x" ? (v ? 1.0 / static_cast<double>(v) : NAN) : static_cast<double>(v);
-  }
-  double v = PyFloat_AS_DOUBLE(number);
-  if (transform == "-x") return -v;
-  if (transform == "1 - x") return 1 - v;
-  if (transform == "1 / x") return v != 0 ? 1 / v : NAN;
-  return v;
-}
-
 NumberSlot number_slot(const py::dict& d) {
   NumberSlot slot;
   slot.is_float = PyFloat_Check(d["value"].ptr());
@@ -222,12 +167,6 @@ NumberSlot number_slot(const py::dict& d) {
   slot.varies = d["varies"].cast<bool>();
   for (double example : d["examples"].cast<std::vector<double>>()) slot.classes |= 1u << class_of(example);
   return slot;
-}
-
-std::vector<Meta> metas_of(const py::handle& list) {
-  std::vector<Meta> out;
-  for (const auto& d : list.cast<py::list>()) out.emplace_back(d.cast<py::dict>());
-  return out;
 }
 
 Node make_node(const py::dict& d) {
@@ -493,6 +432,21 @@ Names names_from(const py::dict& d) {
 
 }  // namespace
 
+c10::IValue transformed(PyObject* number, const std::string& transform) {
+  if (PyLong_CheckExact(number)) {
+    int64_t v = PyLong_AsLongLong(number);
+    if (transform == "x") return v;
+    if (transform == "-x") return -v;
+    if (transform == "1 - x") return 1 - v;
+    return transform == "1 / x" ? (v ? 1.0 / static_cast<double>(v) : NAN) : static_cast<double>(v);
+  }
+  double v = PyFloat_AS_DOUBLE(number);
+  if (transform == "-x") return -v;
+  if (transform == "1 - x") return 1 - v;
+  if (transform == "1 / x") return v != 0 ? 1 / v : NAN;
+  return v;
+}
+
 void bind_walker(py::module_& m) {
   py::class_<Walker>(m, "Walker")
       .def(py::init([](const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children,
@@ -503,6 +457,7 @@ void bind_walker(py::module_& m) {
       .def("end", &Walker::end)
       .def("step", &Walker::step);
   m.def("ambient_fingerprint", &ambient_fingerprint);
+  m.def("is_transformed", &is_transformed);
 }
 
 }  // namespace coexec

@@ -60,7 +60,7 @@ def encoded(program: Program) -> Any:
             program.registers,
             list(program.captured.values()),
             program.fetch_slots,
-            [_encode(i) for i in program.instructions],
+            [encoded_instruction(i) for i in program.instructions],
         )
         entry = _cache[id(program)] = (program, native)
     return entry[1]
@@ -71,7 +71,8 @@ def forget(program: Program) -> None:
     _cache.pop(id(program), None)
 
 
-def _encode(instruction: Instruction) -> dict[str, Any]:
+def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
+    """An instruction as the native code reads it."""
     out: dict[str, Any] = {
         "opcode": type(instruction).__name__,
         "when": 0,

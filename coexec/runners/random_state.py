@@ -29,13 +29,17 @@ def save(generators: Sequence[torch.Generator]) -> Callable[[], None]:
     return restore
 
 
+def default_generators() -> tuple[torch.Generator, ...]:
+    """The generators that operations draw from that are given none."""
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return (torch.default_generator, *cuda)
+
+
 def generators_of(program: Program) -> tuple[torch.Generator, ...]:
     """The generators that a program draws from: the default ones, and those that operations were given."""
     if not program.random:
         return ()
-    found = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        found += torch.cuda.default_generators
+    found = list(default_generators())
     for instruction in program.instructions:
         if isinstance(instruction, Call):
             found += [g for g in _generators(instruction.args) if not any(g is f for f in found)]

@@ -63,7 +63,7 @@ def _node(
         "function": node.function,
         "key": key[0],
         "ambient": key[1],
-        "metas": [_meta(m) for m in key[2]],
+        "metas": [encoded_meta(m) for m in key[2]],
         "numbers": [_slot(s) for s in node.numbers],
         "number_plans": list(plan.numbers),
         "alternatives": [
@@ -78,7 +78,7 @@ def _node(
             for index, a in enumerate(node.alternatives)
         ],
         "edges": edges,
-        "output_metas": [_meta(o.meta) for o in node.outputs],
+        "output_metas": [encoded_meta(o.meta) for o in node.outputs],
         "output_bindings": list(outputs),
         "output_histories": [o.history for o in node.outputs],
         "result": node.result,
@@ -93,7 +93,8 @@ def _is_simple(node: Node) -> bool:
     return node.kind is Kind.COMPUTE and not special and not by_path and bool(node.alternatives)
 
 
-def _meta(meta: TensorMeta) -> dict[str, Any]:
+def encoded_meta(meta: TensorMeta) -> dict[str, Any]:
+    """A tensor's metadata as the native code reads it."""
     return {
         "shape": list(meta.shape),
         "stride": list(meta.stride),

@@ -102,6 +102,14 @@ UNSUPPORTED: frozenset[Callable[..., Any]] = frozenset(
     | _methods("apply_", "map_", "map2_", "__setstate__", "__reduce_ex__", "resize_", "resize_as_", "set_")
 )
 
+#: Names of functions that take a tensor for its shape, type or device only.
+LOOK_AT_METADATA: frozenset[str] = frozenset(
+    {"view_as", "reshape_as", "expand_as", "type_as", "to", "type", "sum_to_size", "broadcast_tensors"}
+    | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "__get__"}
+    | {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
+    | {"result_type", "can_cast", "promote_types", "contiguous", "__len__"}
+)
+
 #: Take indices, which may be lists of Python numbers.
 INDEXING: frozenset[Callable[..., Any]] = frozenset(_methods("__getitem__", "__setitem__"))
 

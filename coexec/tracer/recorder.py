@@ -9,11 +9,9 @@ level. Nothing here keeps a tensor, a storage or a frame of the program alive.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -21,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._private import (
     ENGINE_CODE,
-    MODE_WRAPPER_FILES,
-    TORCH_DIRECTORY,
     WithoutModes,
     is_exposed,
     is_transformed,
@@ -55,6 +51,14 @@ from coexec.tracegraph.trace import (
 )
 from coexec.tracer.identities import Identities
 from coexec.tracer.memory import Geometry, Memory, geometry_of, storage_id
+from coexec.tracer.operations import (
+    depends_on_data,
+    frames_between,
+    positional_arguments,
+    reads_unseen,
+    with_dtype,
+    written_positions,
+)
 
 
 class Untraceable(Exception):
@@ -88,6 +92,7 @@ class _OpenEvent:
     on_host: str | None = None  # which operation's result depends on data
     sources: list[Source] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
+    read: set[int] = field(default_factory=set)  # memory that operations had as an argument
 
 
 class Recorder(TorchDispatchMode):
@@ -216,6 +221,8 @@ class Recorder(TorchDispatchMode):
     def _complete(self, p: _Prepared, returned: Any) -> None:
         event = self._open
         assert event is not None
+        if p.kind is not Kind.FETCH and event.on_host is None and self._reads_unseen(p, returned):
+            event.on_host = f"an integer tensor inside of {self._name()}"
         if event.on_host is not None and p.kind is not Kind.FETCH:
             self._check_host_event(p, returned)
             p.kind = Kind.FETCH
@@ -267,6 +274,15 @@ class Recorder(TorchDispatchMode):
                 backward=event.backward,
             )
         )
+
+    def _reads_unseen(self, p: _Prepared, returned: Any) -> bool:
+        event = self._open
+        assert event is not None
+        was_read = [s in event.read for s in p.storages]
+        geometries = (geometry_of(t) for t in calls.tensors_in(returned) if t.layout is torch.strided)
+        values = {self._memory.value(g) for g in geometries}
+        outputs = {Local(v.operation, v.result) for v in values if isinstance(v, Computed)}
+        return reads_unseen(p.function, p.tensors, was_read, event.operations, outputs)
 
     def _check_exposed(self) -> None:
         """What Python writes through NumPy no event shows."""
@@ -463,11 +479,12 @@ class Recorder(TorchDispatchMode):
         self._check_frames(event)
         if torch.Tag.inplace_view in function.tags:
             raise Untraceable("CX0109", f"{function} changes a tensor's geometry in place")
-        if _depends_on_data(function, args):
+        if depends_on_data(function, args):
             event.on_host = f"{function} inside of {self._name()}"
         if event.on_host is not None:
             return None
-        positional = _positional(function, args, kwargs)
+        positional = positional_arguments(function, args, kwargs)
+        event.read |= {storage_id(t) for t in calls.tensors_in(positional) if t.layout is torch.strided}
         return tuple(self._encode(a, function) for a in positional), list(calls.tensors_in(positional))
 
     def _after_operation(self, function: Any, encoded: Any, returned: Any) -> None:
@@ -475,7 +492,7 @@ class Recorder(TorchDispatchMode):
         assert event is not None
         args, tensors = encoded
         if not tensors:
-            args = _with_dtype(function, args, returned)
+            args = with_dtype(function, args, returned)
         writes = self._writes(function, args)
         if writes and self._exposed:
             self._exposed = [e for e in self._exposed if e.alive]
@@ -517,34 +534,20 @@ class Recorder(TorchDispatchMode):
         )
 
     def _writes(self, function: Any, args: tuple[Any, ...]) -> tuple[Value, ...]:
-        positions = [
-            i for i, a in enumerate(function._schema.arguments) if a.alias_info and a.alias_info.is_write
-        ]
-        hidden = functions.HIDDEN_WRITES.get(function._schema.name)
-        if hidden is not None and hidden[1](args):
-            positions += hidden[0]
-        return tuple(v for i in positions for v in _values_in(args[i]))
+        return tuple(v for i in written_positions(function, args) for v in _values_in(args[i]))
 
     def _check_frames(self, event: _OpenEvent) -> None:
         """Python code that runs between an event's call and its operations is not ours to skip."""
-        frame = sys._getframe(3).f_back  # who called __torch_dispatch__
-        while frame is not None and frame.f_code.co_filename.startswith(MODE_WRAPPER_FILES):
-            frame = frame.f_back
-        if frame is None:
+        between = frames_between(Recorder.event.__code__)
+        if between is None:
             return  # a thread of autograd's engine, straight from C++
-        between: list[CodeType] = []
-        innermost = frame.f_code.co_name
-        while frame is not None and frame.f_code is not Recorder.event.__code__:
-            between.append(frame.f_code)
-            frame = frame.f_back
         if event.backward:
-            own_thread = frame is not None
-            if not own_thread or (ENGINE_CODE in between and between[0] is not ENGINE_CODE):
-                raise Untraceable("CX0102", f"Python code of {innermost} in the backward pass")
+            if not between.complete or (ENGINE_CODE in between.codes and between.codes[0] is not ENGINE_CODE):
+                raise Untraceable("CX0102", f"Python code of {between.codes[0].co_name} in the backward pass")
             return
-        for code in between:
-            if not code.co_filename.startswith(TORCH_DIRECTORY):
-                raise Untraceable("CX0102", f"{code.co_name} inside of {self._name()}")
+        stranger = between.outside_of_torch()
+        if stranger is not None:
+            raise Untraceable("CX0102", f"{stranger.co_name} inside of {self._name()}")
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -664,37 +667,7 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _depends_on_data(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether values decide about the shape of the result, or leave the tensors."""
-    if torch.Tag.data_dependent_output in function.tags:
-        return True
-    if function is torch.ops.aten.index.Tensor:  # only masks select a number of elements that is unknown
-        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    return torch.Tag.dynamic_output_shape in function.tags
-
-
 def _values_in(argument: Any) -> Iterator[Value]:
     for v in calls.flat(argument):
         if isinstance(v, (Input, Local)):
             yield v
-
-
-def _with_dtype(function: Any, args: tuple[Any, ...], returned: Any) -> tuple[Any, ...]:
-    """A factory's arguments with the default dtype written out: it may be another one later."""
-    names = [a.name for a in function._schema.arguments]
-    if "dtype" not in names or not isinstance(returned, torch.Tensor):
-        return args
-    index = names.index("dtype")
-    return (*args[:index], returned.dtype, *args[index + 1 :]) if args[index] is None else args
-
-
-def _positional(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    out = []
-    for index, argument in enumerate(function._schema.arguments):
-        if index < len(args) and not argument.kwarg_only:
-            out.append(args[index])
-        elif argument.name in kwargs:
-            out.append(kwargs[argument.name])
-        else:
-            out.append(argument.default_value)
-    return out

@@ -1,4 +1,5 @@
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,13 @@ def _fresh():
 
 
 @pytest.fixture
+def patient(monkeypatch):
+    """Programs stay on the TraceGraph however many new paths they take."""
+    monkeypatch.setattr("coexec.program_state.PATIENCE", 64)
+    monkeypatch.setattr("coexec.program_state.MAX_FALLBACKS", 64)
+
+
+@pytest.fixture
 def use_runner(monkeypatch):
     """Makes all programs use a GraphRunner: a name of `RUNNERS`, or what makes one."""
 
@@ -55,10 +63,42 @@ def use_runner(monkeypatch):
     return use
 
 
+@pytest.fixture
+def dynamic(monkeypatch):
+    """Programs run call by call from the second iteration on, and are not traced again."""
+    monkeypatch.setattr("coexec.program_state.PATIENCE", 1)
+    monkeypatch.setattr("coexec.program_state.FIRST_RETRY", 1 << 20)
+
+
+def compare_call_by_call(*arguments, **options):
+    """`compare`, and the report as if the dynamic phase were the co-execution phase."""
+
+    def renamed(report):
+        assert report.phase == "dynamic", report.summary()
+        steps = {**report.steps, "co-execution": report.steps.get("dynamic", 0)}
+        return replace(report, phase="co-execution", steps=steps)
+
+    reports = compare(*arguments, **options)
+    return tuple(map(renamed, reports)) if isinstance(reports, tuple) else renamed(reports)
+
+
 @pytest.fixture(params=["native", "interpreted", "lazy"])
+def compared_on_the_graph(request, use_runner):
+    """`compare` on each GraphRunner and in lazy mode."""
+    return _compare_on(request.param, use_runner)
+
+
+@pytest.fixture(params=["native", "interpreted", "lazy", "dynamic"])
 def compared(request, use_runner):
-    """`compare` on each GraphRunner, and in lazy mode."""
-    if request.param == "lazy":
+    """`compare` on each GraphRunner, in lazy mode, and in the dynamic phase."""
+    if request.param == "dynamic":
+        request.getfixturevalue("dynamic")
+        return compare_call_by_call
+    return _compare_on(request.param, use_runner)
+
+
+def _compare_on(name, use_runner):
+    if name == "lazy":
         return functools.partial(compare, mode="lazy")
-    use_runner(request.param)
+    use_runner(name)
     return compare

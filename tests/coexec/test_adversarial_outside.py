@@ -407,13 +407,7 @@ def test_a_result_is_looked_at_in_an_unusual_way_for_the_first_time(look):
     "look",
     [
         lambda y: nn.Parameter(y),
-        pytest.param(
-            lambda y: torch.Tensor._make_subclass(torch.Tensor, y),
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="C++ code that switches modes off meets a placeholder: INTERNAL ASSERT FAILED",
-            ),
-        ),
+        lambda y: torch.Tensor._make_subclass(torch.Tensor, y),
     ],
 )
 def test_a_result_becomes_a_parameter_for_the_first_time(look):

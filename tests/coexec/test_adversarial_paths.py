@@ -196,7 +196,7 @@ def test_dropping_and_keeping_take_turns(compared):
     assert coexecuted(compared(nothing, step, 12), 6)
 
 
-def test_more_paths_than_are_worth_it_are_left_to_eager():
+def test_more_paths_than_are_worth_it_are_run_call_by_call():
     def step(s, k, tape):
         x = torch.randn(3)
         with tape():
@@ -210,5 +210,5 @@ def test_more_paths_than_are_worth_it_are_left_to_eager():
 
     report = compare(weights("w"), step, 70)
 
-    assert report.phase == "eager"
-    assert report.eager_cause.startswith(("CX0116", "CX0117"))
+    assert report.phase == "dynamic"
+    assert report.dynamic_cause.startswith(("CX0116", "CX0117"))

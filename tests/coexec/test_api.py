@@ -146,7 +146,21 @@ def test_reset_forgets_programs():
     assert coexec.explain().programs == ()
 
 
-def test_a_program_that_cannot_be_traced_is_left_alone_with_a_reason(caplog):
+def test_a_program_that_cannot_be_traced_runs_call_by_call_with_a_reason():
+    def untraceable(s, k, tape):
+        with tape():
+            torch.randn(3).untyped_storage()
+
+    report = compare(nothing, untraceable, 6)
+
+    assert report.phase == "dynamic"
+    assert report.dynamic_cause.startswith("CX0109")
+    assert report.waits[0][0] == "Tensor.untyped_storage"
+
+
+def test_without_the_native_core_a_program_that_cannot_be_traced_is_left_alone(caplog, monkeypatch):
+    monkeypatch.setattr("coexec.program_state.core", None)
+
     def untraceable(s, k, tape):
         with tape():
             torch.randn(3).untyped_storage()

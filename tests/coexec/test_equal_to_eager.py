@@ -36,7 +36,7 @@ def test_an_ordinary_training_step(compared):
 
 @STEPS
 @pytest.mark.parametrize("where", ["before fetches", "between fetches", "after fetches"])
-def test_a_new_path(compared, where, at):
+def test_a_new_path(compared_on_the_graph, where, at):
     def step(s, k, tape):
         x = torch.randn(5, 4)
         with tape():
@@ -52,7 +52,7 @@ def test_a_new_path(compared, where, at):
                 loss = loss * 3
             train(s, loss)
 
-    report = compared(linear, step, 11)
+    report = compared_on_the_graph(linear, step, 11)
 
     assert coexecuted(report, 4)
     assert report.fallbacks == (0 if at == 2 else 1)
@@ -102,7 +102,7 @@ def test_an_exception_of_the_users_code_leaves_the_block_and_training_goes_on(co
 
 
 @STEPS
-def test_a_tensor_is_kept_for_the_first_time(compared, at):
+def test_a_tensor_is_kept_for_the_first_time(compared_on_the_graph, at):
     def step(s, k, tape):
         x = torch.randn(5, 4)
         with tape():
@@ -113,7 +113,7 @@ def test_a_tensor_is_kept_for_the_first_time(compared, at):
                 s.kept = h.detach()
             del h, loss
 
-    report = compared(linear, step, 10)
+    report = compared_on_the_graph(linear, step, 10)
 
     assert coexecuted(report, 4)
     assert report.fallbacks == (0 if at == 2 else 1)

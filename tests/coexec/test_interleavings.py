@@ -90,7 +90,7 @@ def test_nothing_external_is_written_before_the_commit(use_runner):
 
 
 @EACH_ORDER
-def test_training_with_fetches_branches_and_feeds(use_runner, order):
+def test_training_with_fetches_branches_and_feeds(use_runner, order, patient):
     use_runner(order)
 
     def step(s, k, tape):

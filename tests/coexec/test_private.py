@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 
@@ -14,6 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coexec import _private
 from coexec.block_watch import BlockWatch
 from coexec.tracegraph.calls import meta_of
+
+
+def noting(called):
+    """A callback that notes the names of what is called."""
+
+    def note(kind, name, arguments):
+        called.append(name)
+        return contextlib.nullcontext()
+
+    return note
 
 
 class Hollow(torch.Tensor):
@@ -163,7 +174,7 @@ def test_backward_passes_run_below_the_engines_frame():
 )
 def test_functions_of_the_random_module_are_watched(touch):
     called = []
-    with BlockWatch(lambda name, arguments: called.append(name)):
+    with BlockWatch(noting(called)):
         touch()
 
     assert called
@@ -176,7 +187,7 @@ STATE = torch.get_rng_state()
 
 def test_operations_that_draw_are_not_watched():
     called = []
-    with BlockWatch(lambda name, arguments: called.append(name)):
+    with BlockWatch(noting(called)):
         torch.rand(1)
         torch.nn.functional.dropout(torch.ones(1))
 
@@ -195,12 +206,13 @@ class Twice(torch.autograd.Function):
 
 def test_functions_and_parameters_made_in_a_block_are_watched_and_work():
     called, x = [], torch.ones(2, requires_grad=True)
-    with BlockWatch(lambda name, arguments: called.append((name, arguments[0] is x))):
+    with BlockWatch(noting(called)):
         y = Twice.apply(x)
         p = torch.nn.Parameter(x.detach(), False)
     torch.nn.Parameter(x.detach())
 
-    assert called == [("Twice.apply", True), ("nn.Parameter", False)]
+    assert called == ["Twice.apply", "nn.Parameter", "Tensor._make_subclass"]
+    assert "_make_subclass" not in vars(torch.Tensor)
     assert y.grad_fn.name() == "TwiceBackward"
     assert type(p) is torch.nn.Parameter
     assert not p.requires_grad
@@ -208,7 +220,7 @@ def test_functions_and_parameters_made_in_a_block_are_watched_and_work():
 
 def test_the_watch_of_one_thread_does_not_see_another():
     called = []
-    with BlockWatch(lambda name, arguments: called.append(name)):
+    with BlockWatch(noting(called)):
         thread = threading.Thread(target=torch.initial_seed)
         thread.start()
         thread.join()

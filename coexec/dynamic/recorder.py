@@ -1,0 +1,250 @@
+"""Runs one torch call eagerly and records the ATen operations in it.
+
+In:  the call, on real tensors.
+Out: what it returned, and a `Recording` of it, or why there is none.
+
+The operations are those below autograd; run again with autograd they make eager's graph, which
+`coexec.dynamic.trial` checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coexec._private import shapes_without_values
+from coexec.tracegraph import calls, functions
+from coexec.tracegraph.trace import Input, Local, Operation, Result, TensorMeta, Value
+from coexec.tracer.memory import Geometry, geometry_of, storage_id
+from coexec.tracer.operations import (
+    depends_on_data,
+    frames_between,
+    positional_arguments,
+    reads_unseen,
+    with_dtype,
+    written_positions,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a call does, independent of the tensors that it does it to.
+
+    Attributes:
+        inputs: how many tensor arguments the call has.
+        operations: over the call's tensor arguments (`Input`) and earlier results (`Local`).
+        outputs: the new tensors that Python got.
+        metas: their metadata.
+        result: template of what was returned (see `calls.build`).
+        random: whether it draws random numbers.
+        writes: whether it writes to an argument.
+        shares_memory: whether it writes to an argument, or returns a view of one.
+    """
+
+    inputs: int
+    operations: tuple[Operation, ...]
+    outputs: tuple[Value, ...]
+    metas: tuple[TensorMeta, ...]
+    result: Any
+    random: bool
+    writes: bool
+    shares_memory: bool
+
+
+class Unrecordable(Exception):
+    """Why a call has to run eagerly each time."""
+
+
+def record(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+) -> tuple[Any, Recording | str]:
+    """Runs a call and records it.
+
+    Args:
+        function: what Python called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        tensors: the tensors among them, in order; all real.
+
+    Returns:
+        What the call returned, and its recording or the reason why there is none.
+
+    Raises:
+        Exception: what the call raised.
+    """
+    before = [calls.meta_of(t) for t in tensors]
+    mode = _Operations(tensors)
+    with mode:
+        returned = _run(function, args, kwargs)
+    if mode.failure is not None:
+        return returned, mode.failure
+    try:
+        if any(calls.meta_of(t) != m for t, m in zip(tensors, before, strict=True)):
+            raise Unrecordable("it changes the attributes of a tensor")
+        outputs: list[torch.Tensor] = []
+        result = calls.template(returned, lambda leaf: _returned(leaf, tensors, outputs))
+        values = tuple(mode.output(t) for t in outputs)
+        if len(set(values)) < len(values):
+            raise Unrecordable("it returns a tensor twice")
+        read = {v for o in mode.operations for v in calls.flat(o.args)}
+        was_read = [Input(i) in read for i in range(len(tensors))]
+        if reads_unseen(function, tensors, was_read, mode.operations, values):
+            raise Unrecordable("it may look at the values of an integer tensor")
+        if _shapes_depend_on_values(function, args, kwargs, tensors, returned):
+            raise Unrecordable("the shape of what it returns may depend on values")
+    except Unrecordable as e:
+        return returned, str(e)
+    writes = any(isinstance(w, Input) for o in mode.operations for w in o.writes)
+    memory = {storage_id(t) for t in tensors}
+    recording = Recording(
+        len(tensors),
+        tuple(mode.operations),
+        values,
+        tuple(calls.meta_of(t) for t in outputs),
+        result,
+        any(o.random for o in mode.operations),
+        writes,
+        writes or any(storage_id(t) in memory for t in outputs),
+    )
+    return returned, recording
+
+
+def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _returned(leaf: Any, arguments: Sequence[torch.Tensor], outputs: list[torch.Tensor]) -> Any:
+    if leaf is None:
+        return None
+    for index, argument in enumerate(arguments):
+        if argument is leaf:
+            return calls.SameTensor(index)
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
+        raise Unrecordable(f"it returns a {type(leaf).__name__}")
+    outputs.append(leaf)
+    return calls.NewTensor(len(outputs) - 1)
+
+
+def _shapes_depend_on_values(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+    returned: Any,
+) -> bool:
+    """Whether metadata alone does not tell what is returned; only integers can decide about shapes."""
+    if all(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors):
+        return False
+    shapes = [tuple(t.shape) for t in calls.tensors_in(returned)]
+    return shapes_without_values(function, args, kwargs) != shapes
+
+
+class _Operations(TorchDispatchMode):
+    """Collects the operations of one call."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self.failure: str | None = None
+        self._held: list[torch.Tensor] = []  # while they live, their ids are their own
+        self._by_object: dict[int, Value] = {}
+        self._by_geometry: dict[Geometry, Value] = {}
+        for index, tensor in enumerate(tensors):
+            self._name(tensor, Input(index))
+
+    def output(self, tensor: torch.Tensor) -> Local:
+        """The value that a returned tensor is."""
+        value = self._value(tensor)
+        if not isinstance(value, Local):
+            raise Unrecordable("it returns a tensor that no operation made")
+        return value
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.failure is not None or function.namespace in functions.ANNOTATING_NAMESPACES:
+            return function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            try:
+                positional = positional_arguments(function, args, kwargs)
+                self._check(function, positional)
+                encoded = tuple(self._encode(a) for a in positional)
+            except Unrecordable as e:
+                self.failure = str(e)
+                return function(*args, **kwargs)
+            returned = function(*args, **kwargs)
+            try:
+                self._add(function, positional, encoded, returned)
+            except Unrecordable as e:
+                self.failure = str(e)
+            return returned
+
+    def _check(self, function: Any, positional: list[Any]) -> None:
+        between = frames_between(_run.__code__)
+        stranger = None if between is None else between.outside_of_torch()
+        if between is None or stranger is not None:
+            raise Unrecordable("user code runs inside of it")
+        if torch.Tag.inplace_view in function.tags:
+            raise Unrecordable(f"{function} changes a tensor's geometry in place")
+        if depends_on_data(function, tuple(positional)):
+            raise Unrecordable(f"the result of {function} depends on values")
+        if any(isinstance(a, torch.Generator) for a in positional):
+            raise Unrecordable("it is given a generator")
+
+    def _add(self, function: Any, positional: list[Any], encoded: tuple[Any, ...], returned: Any) -> None:
+        if not any(True for _ in calls.tensors_in(positional)):
+            encoded = with_dtype(function, encoded, returned)
+        number = len(self.operations)
+        in_place = [r.alias_info is not None and r.alias_info.is_write for r in function._schema.returns]
+        results: list[Result | None] = []
+        for index, tensor in enumerate(calls.flat(returned if in_place else ())):
+            if tensor is None or (index < len(in_place) and in_place[index]):
+                results.append(None)
+                continue
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                raise Unrecordable(f"{function} returns a {type(tensor).__name__}")
+            results.append(Result(calls.meta_of(tensor), None))
+            self._name(tensor, Local(number, index))
+        writes = [e for p in written_positions(function, encoded) for e in calls.flat(encoded[p])]
+        self.operations.append(
+            Operation(
+                function,
+                encoded,
+                tuple(results),
+                tuple(w for w in writes if isinstance(w, (Input, Local))),
+                torch.Tag.nondeterministic_seeded in function.tags,
+                torch.is_grad_enabled(),
+            )
+        )
+
+    def _name(self, tensor: torch.Tensor, value: Value) -> None:
+        self._held.append(tensor)
+        self._by_object[id(tensor)] = value
+        self._by_geometry[geometry_of(tensor)] = value
+
+    def _encode(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self._value(argument)
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._encode(a) for a in argument)
+        if isinstance(argument, float) and argument != argument:
+            return calls.NAN
+        return argument
+
+    def _value(self, tensor: torch.Tensor) -> Value:
+        if tensor.layout is not torch.strided:
+            raise Unrecordable(f"it uses a tensor of layout {tensor.layout}")
+        value = self._by_object.get(id(tensor))
+        if value is None:  # autograd has made another object of it
+            value = self._by_geometry.get(geometry_of(tensor))
+        if value is None:
+            raise Unrecordable("it uses a tensor that is not among its arguments")
+        return value

@@ -1,0 +1,154 @@
+"""The recorded calls of a program.
+
+In:  recordings, by the signature of their call and its numbers.
+Out: what a call with the same signature can be answered with.
+
+Numbers that vary (learning rates, step counters) are fed where two recordings explain how they reach
+the operations, as in the TraceGraph; see `coexec.tracegraph.numbers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from coexec._native import core
+from coexec.dynamic.recorder import Recording
+from coexec.runners.native import encoded_instruction
+from coexec.runners.walker import encoded_meta
+from coexec.tracegraph.calls import number_class
+from coexec.tracegraph.graph import FedNumber, NumberOrigin, NumberSlot
+from coexec.tracegraph.numbers import TRANSFORMS, fed_numbers, same_number, unify, unify_slots, varying
+from coexec.tracegraph.program import Call, Reg, When
+from coexec.tracegraph.trace import Input, Local, Number
+
+#: Variants of one signature: more than this many numbers that nothing explains are not worth a table.
+MAX_VARIANTS = 64
+#: Signatures in a table; a program that makes ever new shapes would fill the memory.
+MAX_SIGNATURES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A recording for the numbers that fit its slots, and its form for the queue."""
+
+    slots: tuple[NumberSlot, ...]
+    recording: Recording
+    native: Any
+    agreements: tuple[tuple[NumberOrigin, ...], ...]
+
+    def takes(self, numbers: Sequence[Number]) -> bool:
+        """Whether a call with these numbers does what was recorded."""
+        for slot, number in zip(self.slots, numbers, strict=True):
+            if slot.classes is None:
+                if not same_number(slot.value, number):
+                    return False
+            elif number_class(number) not in slot.classes:
+                return False
+        for origins in self.agreements:
+            fed = [TRANSFORMS[o.transform](numbers[o.slot]) for o in origins]
+            if any(f.__class__ is not fed[0].__class__ or not same_number(f, fed[0]) for f in fed[1:]):
+                return False
+        return True
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of a signature: its variants, or why its calls run eagerly each time."""
+
+    variants: list[Variant] = field(default_factory=list)
+    eager: str | None = None
+
+
+@dataclass
+class Table:
+    """Entries by signature."""
+
+    entries: dict[Hashable, Entry] = field(default_factory=dict)
+
+    def entry(self, signature: Hashable) -> Entry:
+        """The entry of a signature, a new one at first sight."""
+        entry = self.entries.get(signature)
+        if entry is None:
+            if len(self.entries) >= MAX_SIGNATURES:
+                self.entries.clear()
+            entry = self.entries[signature] = Entry()
+        return entry
+
+
+def add(entry: Entry, numbers: Sequence[Number], recording: Recording) -> Variant:
+    """Adds a recording to its entry, generalising a variant that differs in numbers only."""
+    for index, variant in enumerate(entry.variants):
+        generalised = _generalised(variant, numbers, recording)
+        if generalised is not None:
+            entry.variants[index] = generalised
+            return generalised
+    variant = variant_of(numbers, recording)
+    entry.variants.append(variant)
+    if len(entry.variants) > MAX_VARIANTS:
+        entry.variants.clear()
+        entry.eager = "its numbers vary in a way that nothing explains"
+    return variant
+
+
+def variant_of(numbers: Sequence[Number], recording: Recording) -> Variant:
+    """A recording for just the numbers that it was made with."""
+    return _variant(tuple(NumberSlot(n) for n in numbers), recording)
+
+
+def _generalised(variant: Variant, numbers: Sequence[Number], recording: Recording) -> Variant | None:
+    ours = variant.recording
+    if (ours.outputs, ours.metas, ours.result) != (recording.outputs, recording.metas, recording.result):
+        return None
+    operations = unify(ours.operations, recording.operations, varying(0, variant.slots, numbers))
+    if operations is None:
+        return None
+    return _variant(unify_slots(variant.slots, numbers), replace(ours, operations=operations))
+
+
+def _variant(slots: tuple[NumberSlot, ...], recording: Recording) -> Variant:
+    fed = dict.fromkeys(f.origins for o in recording.operations for f in fed_numbers(o.args))
+    agreements = tuple(origins for origins in fed if len(origins) > 1)
+    return Variant(slots, recording, _encoded(recording), agreements)
+
+
+def _encoded(recording: Recording) -> Any:
+    """The recording over registers: arguments first, then fed numbers, then results."""
+    inputs = recording.inputs
+    fed = dict.fromkeys(f.origins[0] for o in recording.operations for f in fed_numbers(o.args))
+    numbers = {origin: inputs + index for index, origin in enumerate(fed)}
+    registers: dict[Input | Local, int] = {Input(i): i for i in range(inputs)}
+    for position, operation in enumerate(recording.operations):
+        for index, result in enumerate(operation.results):
+            if result is not None:
+                registers[Local(position, index)] = len(registers) + len(numbers)
+
+    def encode(argument: Any) -> Any:
+        if isinstance(argument, (Input, Local)):
+            return Reg(registers[argument])
+        if isinstance(argument, FedNumber):
+            return Reg(numbers[argument.origins[0]])
+        return tuple(encode(a) for a in argument) if isinstance(argument, tuple) else argument
+
+    operations = [
+        Call(
+            o.target,
+            tuple(encode(a) for a in o.args),
+            tuple(registers.get(Local(position, index)) for index in range(len(o.results))),
+            When.NOW,
+            -1,
+            grad_mode=o.grad_mode,
+        )
+        for position, o in enumerate(recording.operations)
+    ]
+    return core.Recorded(
+        {
+            "registers": len(registers) + len(numbers),
+            "calls": [encoded_instruction(c) for c in operations],
+            "numbers": [(register, o.slot, o.transform) for o, register in numbers.items()],
+            "outputs": [registers[v] for v in recording.outputs],
+            "writes": recording.writes,
+            "metas": [encoded_meta(m) for m in recording.metas],
+        }
+    )
