@@ -94,13 +94,6 @@ def is_exposed(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the very strides of the original."""
-    with torch.no_grad():
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return copy.copy_(tensor)
-
-
 def is_exclusive(tensor: torch.Tensor) -> bool:
     """Whether no other tensor, and no array, shares the tensor's memory."""
     storage = tensor.untyped_storage()

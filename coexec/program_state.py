@@ -17,7 +17,6 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
 
 import torch
 
@@ -80,7 +79,6 @@ class ProgramState:
     causes: list[tuple[int, Cause]] = field(default_factory=list)
     eager_cause: Cause | None = None
     dynamic_cause: Cause | None = None
-    table: Table = field(default_factory=Table)
     sent: int = 0  # calls that the dynamic phase has sent to the queue
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # calls it waited at, and why
     strikes: int = 0
@@ -94,7 +92,7 @@ class ProgramState:
     python_stall_ms: deque[float] = field(default_factory=_samples)
     running: bool = False
     _graph_runner: GraphRunner | None = None
-    _queue: Any = None
+    _table: Table | None = None
     _until_retry: int = 0
     _retry_after: int = FIRST_RETRY
 
@@ -116,11 +114,11 @@ class ProgramState:
         return self._graph_runner
 
     @property
-    def queue(self) -> Any:
-        """The queue of the dynamic phase; its thread starts with the first use."""
-        if self._queue is None:
-            self._queue = core.Queue()
-        return self._queue
+    def table(self) -> Table:
+        """The calls of the dynamic phase and their queue, whose thread starts with the first use."""
+        if self._table is None:
+            self._table = Table(core.Queue())
+        return self._table
 
     # --- transitions ---
 

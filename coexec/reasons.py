@@ -25,14 +25,26 @@ def _registry(*reasons: Reason) -> dict[str, Reason]:
 
 
 REASONS = _registry(
-    Reason("CX0001", "new path", "Nothing to do: the new trace is merged into the TraceGraph."),
-    Reason("CX0002", "an exception left the block", "Nothing to do: the state is that of eager execution."),
+    Reason(
+        "CX0001",
+        "new path",
+        "Nothing to do: the new trace is merged into the TraceGraph.",
+    ),
+    Reason(
+        "CX0002",
+        "an exception left the block",
+        "Nothing to do: the state is that of eager execution.",
+    ),
     Reason(
         "CX0003",
         "a tensor outlived the iteration for the first time",
         "Nothing to do: it is kept from now on.",
     ),
-    Reason("CX0004", "a captured tensor was replaced", "Nothing to do: it is fed from now on."),
+    Reason(
+        "CX0004",
+        "a captured tensor was replaced",
+        "Nothing to do: it is fed from now on.",
+    ),
     Reason(
         "CX0005",
         "the graph failed where eager execution decides",
@@ -48,7 +60,11 @@ REASONS = _registry(
         "user code ran inside of a torch call",
         "Nothing to do: the program runs call by call, and these calls eagerly.",
     ),
-    Reason("CX0103", "a tensor changed outside of any torch call", "Nothing to do: the program runs call by call."),
+    Reason(
+        "CX0103",
+        "a tensor changed outside of any torch call",
+        "Nothing to do: the program runs call by call.",
+    ),
     Reason(
         "CX0104",
         "autograd history comes from outside of the block",
@@ -59,13 +75,25 @@ REASONS = _registry(
         "autograd history outlives the block",
         "Call backward inside of the block, or detach what you keep.",
     ),
-    Reason("CX0106", "a result depends on data inside of a torch call", "Nothing to do: the program runs call by call, and these calls eagerly."),
-    Reason("CX0107", "a tensor is not a plain strided tensor", "Nothing to do: the program runs call by call, and these calls eagerly."),
+    Reason(
+        "CX0106",
+        "a result depends on data inside of a torch call",
+        "Nothing to do: the program runs call by call, and these calls eagerly.",
+    ),
+    Reason(
+        "CX0107",
+        "a tensor is not a plain strided tensor",
+        "Nothing to do: the program runs call by call, and these calls eagerly.",
+    ),
     Reason("CX0108", "an external tensor's attributes changed", "Do it outside of the block."),
     Reason("CX0109", "a call needs what a symbolic tensor does not have", "Call it outside of the block."),
     Reason("CX0110", "an argument cannot be compared", "Pass numbers, strings and tensors."),
     Reason("CX0111", "a torch call reads a tensor that nothing explains", "Pass the tensor as an argument."),
-    Reason("CX0112", "hooks are registered on a tensor", "Nothing to do: the program runs call by call."),
+    Reason(
+        "CX0112",
+        "hooks are registered on a tensor",
+        "Nothing to do: the program runs call by call.",
+    ),
     Reason(
         "CX0113",
         "another torch function or dispatch mode is active",
@@ -74,9 +102,15 @@ REASONS = _registry(
     Reason("CX0114", "memory shared with NumPy was written", "Copy the array before you write to it."),
     Reason("CX0115", "tensors that share memory are written and read back", "Give each its own memory."),
     Reason(
-        "CX0116", "too many different traces", "Nothing to do: the program runs call by call. Keys for the variants may help."
+        "CX0116",
+        "too many different traces",
+        "Nothing to do: the program runs call by call. Keys for the variants may help.",
     ),
-    Reason("CX0117", "the iteration was too different from its traces too often", "Nothing to do: the program runs call by call until its paths are known."),
+    Reason(
+        "CX0117",
+        "the iteration was too different from its traces too often",
+        "Nothing to do: the program runs call by call until its paths are known.",
+    ),
     Reason("CX0118", "random state was changed between torch calls", "Seed outside of the block."),
     Reason("CX0119", "the tape was used on several threads", "Use one tape a thread, with a key of its own."),
     Reason(

@@ -199,8 +199,10 @@ class _DynamicSession(_Session):
     def __init__(self, state: ProgramState, options: Options) -> None:
         super().__init__(state)
         self._began = time.perf_counter()
-        self._queue_times = tuple(state.queue.times())
-        self.runner = DynamicRunner(state.table, state.queue, lazy=options.mode == "lazy")
+        self._queue = state.table.queue
+        self._queue_times = tuple(self._queue.times())
+        self._sent = state.table.sender.count()
+        self.runner = DynamicRunner(state.table, lazy=options.mode == "lazy")
         self._watch = BlockWatch(self._called)
         enter(self._watch)
         enter(self.runner)
@@ -217,8 +219,8 @@ class _DynamicSession(_Session):
         self.state.running = False
         self.state.steps["dynamic"] += 1
         self.runner.synchronize()
-        self.state.ran_dynamically(self.runner.sent, self.runner.waits)
-        self._record_times(self._began, self._queue_times, self.state.queue.times(), self.runner.stall_s)
+        self.state.ran_dynamically(self.state.table.sender.count() - self._sent, self.runner.waits)
+        self._record_times(self._began, self._queue_times, self._queue.times(), self.runner.stall_s)
 
 
 class _CoexecutionSession(_Session):

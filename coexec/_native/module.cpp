@@ -2,6 +2,7 @@
 #include "location.h"
 #include "queue.h"
 #include "runner.h"
+#include "sender.h"
 #include "walker.h"
 
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -74,4 +75,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   coexec::bind_location(m);
   coexec::bind_walker(m);
   coexec::bind_queue(m);
+  coexec::bind_sender(m);
 }

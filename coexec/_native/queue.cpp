@@ -1,5 +1,7 @@
 #include "queue.h"
 
+#include "calls.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
@@ -33,7 +35,9 @@ Recorded::Recorded(const py::dict& d)
     : register_count(d["registers"].cast<int64_t>()),
       outputs(d["outputs"].cast<std::vector<int64_t>>()),
       metas(metas_of(d["metas"])),
-      writes(d["writes"].cast<bool>()) {
+      writes(d["writes"].cast<bool>()),
+      shares_memory(d["shares_memory"].cast<bool>()),
+      random(d["random"].cast<bool>()) {
   for (const auto& call : d["calls"].cast<py::list>()) calls.push_back(parse_instruction(call.cast<py::dict>()));
   for (const auto& n : d["numbers"].cast<std::vector<std::tuple<int64_t, size_t, std::string>>>()) {
     numbers.push_back({std::get<0>(n), std::get<1>(n), std::get<2>(n)});
@@ -71,7 +75,6 @@ std::vector<std::shared_ptr<Value>> Queue::run(
     done.swap(done_);
     int64_t number = sent_ + 1;
     for (auto& output : outputs) output->number = number;
-    if (item.recorded->writes) last_write_ = number;
     items_.push_back(std::move(item));
     sent_.store(number, std::memory_order_release);
     if (sleeping_ && started_) to_queue_.notify_one();
@@ -112,8 +115,8 @@ int64_t Queue::take_failure() {
   return std::exchange(failed_, -1);
 }
 
-int64_t Queue::wait(const std::shared_ptr<Value>& value) {
-  wait_until([&] { return ran_ >= std::max(value->number, last_write_); });
+int64_t Queue::wait(int64_t number) {
+  wait_until([&] { return ran_ >= number; });
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (failed_ < 0) return -1;
@@ -216,33 +219,18 @@ void bind_queue(py::module_& m) {
   py::class_<Queue>(m, "Queue")
       .def(py::init<>())
       .def("begin", &Queue::begin)
-      .def(
-          "run",
-          [](Queue& queue, const std::shared_ptr<Recorded>& recorded, const py::list& operands,
-             const py::list& numbers) {
-            std::vector<Operand> given;
-            given.reserve(operands.size());
-            for (const auto& o : operands) {
-              if (THPVariable_Check(o.ptr())) {
-                given.emplace_back(THPVariable_Unpack(o.ptr()));
-              } else {
-                given.emplace_back(o.cast<std::shared_ptr<Value>>());
-              }
-            }
-            std::vector<c10::IValue> fed;
-            for (const FedRegister& n : recorded->numbers) {
-              fed.push_back(transformed(py::object(numbers[n.slot]).ptr(), n.transform));
-            }
-            auto values = queue.run(recorded, std::move(given), std::move(fed));
-            py::list placeholders;
-            for (const Meta& meta : recorded->metas) {
-              placeholders.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(meta.hollow())));
-            }
-            return py::make_tuple(placeholders, values);
-          })
+      .def("run",
+           [](Queue& queue, const std::shared_ptr<Recorded>& recorded, const std::vector<at::Tensor>& tensors,
+              const py::list& numbers) {
+             std::vector<Operand> operands(tensors.begin(), tensors.end());
+             std::vector<c10::IValue> fed;
+             for (const FedRegister& n : recorded->numbers) {
+               fed.push_back(transformed(py::object(numbers[n.slot]).ptr(), n.transform));
+             }
+             return queue.run(recorded, std::move(operands), std::move(fed));
+           })
       .def("wait", &Queue::wait)
       .def("drain", &Queue::drain)
-      .def("sent", &Queue::sent)
       .def("ran", &Queue::ran)
       .def("times", &Queue::times);
 }

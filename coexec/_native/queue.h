@@ -32,7 +32,9 @@ struct Recorded {
   std::vector<FedRegister> numbers;
   std::vector<int64_t> outputs;
   std::vector<Meta> metas;  // of the outputs
-  bool writes = false;      // to an argument
+  bool writes = false;         // to an argument
+  bool shares_memory = false;  // writes to an argument or returns a view of one
+  bool random = false;
 
   explicit Recorded(const pybind11::dict& encoded);
 };
@@ -46,8 +48,8 @@ class Queue {
   std::vector<std::shared_ptr<Value>> run(
       std::shared_ptr<Recorded> recorded, std::vector<Operand> operands, std::vector<c10::IValue> numbers);
   // Both return the number of the item that failed (later ones have been left out), or -1.
-  int64_t wait(const std::shared_ptr<Value>& value);  // until it is there and nobody writes to it
-  int64_t drain();                                    // until nothing is left
+  int64_t wait(int64_t number);  // until that item is done
+  int64_t drain();               // until nothing is left
   int64_t sent() const { return sent_; }              // number of the latest item
   int64_t ran() const { return ran_; }                // number of the latest item that is done
   std::vector<double> times() const { return {busy_s_, stall_s_}; }
@@ -73,7 +75,6 @@ class Queue {
   std::deque<Item> items_;
   std::vector<Item> done_;              // Python drops them: a tensor may own a Python object
   std::atomic<int64_t> sent_{0}, ran_{0};
-  int64_t last_write_ = 0;  // number of the latest item that writes to an argument
   std::atomic<bool> stop_{false};
   bool started_ = true, sleeping_ = false, python_waits_ = false;
   int64_t failed_ = -1;
@@ -83,9 +84,6 @@ class Queue {
   double busy_s_ = 0, stall_s_ = 0;
   std::thread thread_;
 };
-
-// A Python number after one of coexec.tracegraph.numbers.TRANSFORMS.
-c10::IValue transformed(PyObject* number, const std::string& transform);
 
 void bind_queue(pybind11::module_& m);
 

@@ -1,9 +1,9 @@
 #include "walker.h"
 
 #include "ambient.h"
+#include "calls.h"
 #include "location.h"
 #include "meta.h"
-#include "queue.h"
 #include "runner.h"
 
 #include <ATen/Functions.h>
@@ -18,26 +18,6 @@ namespace py = pybind11;
 
 namespace coexec {
 namespace {
-
-struct NumberSlot {
-  double value = 0;
-  int64_t integer = 0;
-  bool is_float = false;
-  bool varies = false;
-  uint32_t classes = 0;  // a bit for each class, see class_of
-};
-
-// The classes of coexec.tracegraph.calls.number_class as bits of a set.
-constexpr double kSpecial[] = {0, 1, -1, 2, -2, 0.5, INFINITY, -INFINITY};
-constexpr int kSpecials = 8;
-
-int class_of(double value) {
-  if (std::isnan(value)) return kSpecials + 2;
-  for (int i = 0; i < kSpecials; ++i) {
-    if (value == kSpecial[i]) return i;
-  }
-  return value > 0 ? kSpecials : kSpecials + 1;
-}
 
 struct NumberPlan {
   size_t slot;
@@ -56,6 +36,12 @@ struct Alternative {
   int64_t select = -1;
 };
 
+// Objects of Python that the walker makes and reads.
+struct WalkerNames {
+  Names calls;
+  py::object symbol, record, binding, meta;
+};
+
 struct Node {
   int64_t id, location;
   py::object node, function, key, ambient;
@@ -69,105 +55,6 @@ struct Node {
   py::object result;
   bool simple;
 };
-
-// What a call's arguments hold, in order.
-struct Arguments {
-  std::vector<PyObject*> tensors, numbers;
-};
-
-struct Names {
-  PyObject *new_tensor, *same_tensor, *container, *opaque, *tensor;
-  py::object symbol, record, index, items, kind, value, binding, meta;
-};
-
-bool equal(PyObject* a, PyObject* b) {
-  if (a == b) return true;
-  if (Py_TYPE(a) != Py_TYPE(b)) return false;
-  int r = PyObject_RichCompareBool(a, b, Py_EQ);
-  if (r < 0) throw py::error_already_set();
-  return r == 1;
-}
-
-// Walks a value along the key that `calls.flatten` made of another one.
-bool match(PyObject* value, PyObject* key, const Names& names, Arguments& out) {
-  if (key == names.tensor) {
-    if (!THPVariable_Check(value)) return false;
-    out.tensors.push_back(value);
-    return true;
-  }
-  if (PyType_Check(key)) {  // the type of a number
-    if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != key) return false;
-    out.numbers.push_back(value);
-    return true;
-  }
-  if (reinterpret_cast<PyObject*>(Py_TYPE(key)) == names.opaque) {
-    return py::handle(key).attr("value").ptr() == value;
-  }
-  if (!PyTuple_CheckExact(key)) return !THPVariable_Check(value) && equal(value, key);
-  PyObject* kind = PyTuple_GET_ITEM(key, 0);
-  PyObject* items = PyTuple_GET_ITEM(key, 1);
-  if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != kind) return false;
-  if (PyTuple_Check(value) || PyList_Check(value)) {
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(value);
-    if (PyTuple_GET_SIZE(items) != n) return false;
-    for (Py_ssize_t i = 0; i < n; ++i) {
-      if (!match(PySequence_Fast_GET_ITEM(value, i), PyTuple_GET_ITEM(items, i), names, out)) return false;
-    }
-    return true;
-  }
-  if (PySlice_Check(value)) {
-    auto* slice = reinterpret_cast<PySliceObject*>(value);
-    return match(slice->start, PyTuple_GET_ITEM(items, 0), names, out) &&
-           match(slice->stop, PyTuple_GET_ITEM(items, 1), names, out) &&
-           match(slice->step, PyTuple_GET_ITEM(items, 2), names, out);
-  }
-  return false;  // dictionaries and the like are left to Python
-}
-
-bool match_call(PyObject* args, PyObject* kwargs, PyObject* key, const Names& names, Arguments& out) {
-  PyObject* positional = PyTuple_GET_ITEM(key, 0);
-  PyObject* keywords = PyTuple_GET_ITEM(key, 1);
-  Py_ssize_t n = PyTuple_GET_SIZE(args);
-  Py_ssize_t named = kwargs && kwargs != Py_None ? PyDict_GET_SIZE(kwargs) : 0;
-  if (PyTuple_GET_SIZE(positional) != n || PyTuple_GET_SIZE(keywords) != named) return false;
-  for (Py_ssize_t i = 0; i < n; ++i) {
-    if (!match(PyTuple_GET_ITEM(args, i), PyTuple_GET_ITEM(positional, i), names, out)) return false;
-  }
-  if (named == 0) return true;
-  Py_ssize_t position = 0, i = 0;
-  PyObject *name, *value;
-  while (PyDict_Next(kwargs, &position, &name, &value)) {
-    PyObject* pair = PyTuple_GET_ITEM(keywords, i++);
-    if (!equal(name, PyTuple_GET_ITEM(pair, 0))) return false;
-    if (!match(value, PyTuple_GET_ITEM(pair, 1), names, out)) return false;
-  }
-  return true;
-}
-
-bool number_fits(PyObject* number, const NumberSlot& slot) {
-  if (PyFloat_CheckExact(number)) {
-    double v = PyFloat_AS_DOUBLE(number);
-    if (!slot.is_float) return false;
-    if (slot.varies) return slot.classes >> class_of(v) & 1;
-    return (v == slot.value && std::signbit(v) == std::signbit(slot.value)) ||
-           (std::isnan(v) && std::isnan(slot.value));
-  }
-  if (!PyLong_CheckExact(number) || slot.is_float) return false;
-  int overflow = 0;
-  int64_t v = PyLong_AsLongLongAndOverflow(number, &overflow);
-  if (overflow) return false;
-  return slot.varies ? slot.classes >> class_of(static_cast<double>(v)) & 1 : v == slot.integer;
-}
-
-NumberSlot number_slot(const py::dict& d) {
-  NumberSlot slot;
-  slot.is_float = PyFloat_Check(d["value"].ptr());
-  slot.value = d["value"].cast<double>();
-  if (!slot.is_float) slot.integer = d["value"].cast<int64_t>();
-  slot.varies = d["varies"].cast<bool>();
-  for (double example : d["examples"].cast<std::vector<double>>()) slot.classes |= 1u << class_of(example);
-  return slot;
-}
 
 Node make_node(const py::dict& d) {
   Node n;
@@ -203,7 +90,7 @@ Node make_node(const py::dict& d) {
 
 class Walker {
  public:
-  Walker(const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children, Names names,
+  Walker(const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children, WalkerNames names,
          py::function ambient)
       : names_(std::move(names)), ambient_(std::move(ambient)), children_(children) {
     for (const auto& d : nodes) nodes_.push_back(make_node(d.cast<py::dict>()));
@@ -245,7 +132,7 @@ class Walker {
       if (node.location != location) continue;
       arguments_.tensors.clear();
       arguments_.numbers.clear();
-      if (!match_call(args.ptr(), kwargs.ptr(), node.key.ptr(), names_, arguments_)) continue;
+      if (!match_call(args.ptr(), kwargs.ptr(), node.key.ptr(), names_.calls, arguments_)) continue;
       if (!fits(node)) continue;
       for (const Alternative& alternative : node.alternatives) {
         if (!binds(alternative, node)) continue;
@@ -380,25 +267,10 @@ class Walker {
       placeholders_[node.output_bindings[i]] = symbol;
       outputs.push_back(std::move(tensor));
     }
-    return build(node.result, outputs);
+    return build(node.result, outputs, arguments_.tensors, names_.calls);
   }
 
-  py::object build(const py::handle& result, const std::vector<py::object>& outputs) {
-    auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(result.ptr()));
-    if (kind == names_.new_tensor) return outputs[result.attr(names_.index).cast<size_t>()];
-    if (kind == names_.same_tensor) {
-      return py::reinterpret_borrow<py::object>(arguments_.tensors[result.attr(names_.index).cast<size_t>()]);
-    }
-    if (kind != names_.container) return py::reinterpret_borrow<py::object>(result);
-    auto items = result.attr(names_.items).cast<py::tuple>();
-    py::list built;
-    for (const auto& item : items) built.append(build(item, outputs));
-    py::object container = result.attr(names_.kind);
-    if (container.is(py::type::of(built))) return built;
-    return container.is(py::type::of(items)) ? py::object(py::tuple(built)) : container(built);
-  }
-
-  Names names_;
+  WalkerNames names_;
   py::function ambient_;
   std::vector<Node> nodes_;
   std::unordered_map<int64_t, std::vector<int64_t>> children_;
@@ -412,46 +284,17 @@ class Walker {
   std::vector<py::object> found_;  // the binding of each tensor argument; None for one that is new
 };
 
-Names names_from(const py::dict& d) {
-  Names n;
-  n.new_tensor = d["NewTensor"].ptr();
-  n.same_tensor = d["SameTensor"].ptr();
-  n.container = d["Container"].ptr();
-  n.opaque = d["Opaque"].ptr();
-  n.tensor = d["Tensor"].ptr();
-  n.symbol = d["Symbol"];
-  n.record = d["EventRecord"];
-  n.index = py::str("index");
-  n.items = py::str("items");
-  n.kind = py::str("kind");
-  n.value = py::str("value");
-  n.binding = py::str("binding");
-  n.meta = py::str("meta");
-  return n;
+WalkerNames walker_names_from(const py::dict& d) {
+  return {names_from(d), d["Symbol"], d["EventRecord"], py::str("binding"), py::str("meta")};
 }
 
 }  // namespace
-
-c10::IValue transformed(PyObject* number, const std::string& transform) {
-  if (PyLong_CheckExact(number)) {
-    int64_t v = PyLong_AsLongLong(number);
-    if (transform == "x") return v;
-    if (transform == "-x") return -v;
-    if (transform == "1 - x") return 1 - v;
-    return transform == "1 / x" ? (v ? 1.0 / static_cast<double>(v) : NAN) : static_cast<double>(v);
-  }
-  double v = PyFloat_AS_DOUBLE(number);
-  if (transform == "-x") return -v;
-  if (transform == "1 - x") return 1 - v;
-  if (transform == "1 / x") return v != 0 ? 1 / v : NAN;
-  return v;
-}
 
 void bind_walker(py::module_& m) {
   py::class_<Walker>(m, "Walker")
       .def(py::init([](const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children,
                        const py::dict& names, const py::function& ambient) {
-        return std::make_unique<Walker>(nodes, children, names_from(names), ambient);
+        return std::make_unique<Walker>(nodes, children, walker_names_from(names), ambient);
       }))
       .def("begin", &Walker::begin)
       .def("end", &Walker::end)

@@ -55,6 +55,12 @@ class Recording:
     shares_memory: bool
 
 
+def repeats(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each argument the first one that is the same object: a call with one tensor twice is another."""
+    first: dict[int, int] = {}
+    return tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)])
+
+
 class Unrecordable(Exception):
     """Why a call has to run eagerly each time."""
 
@@ -94,7 +100,7 @@ def record(
         if len(set(values)) < len(values):
             raise Unrecordable("it returns a tensor twice")
         read = {v for o in mode.operations for v in calls.flat(o.args)}
-        was_read = [Input(i) in read for i in range(len(tensors))]
+        was_read = [Input(i) in read for i in repeats(tensors)]
         if reads_unseen(function, tensors, was_read, mode.operations, values):
             raise Unrecordable("it may look at the values of an integer tensor")
         if _shapes_depend_on_values(function, args, kwargs, tensors, returned):
@@ -155,9 +161,13 @@ class _Operations(TorchDispatchMode):
         self.failure: str | None = None
         self._held: list[torch.Tensor] = []  # while they live, their ids are their own
         self._by_object: dict[int, Value] = {}
-        self._by_geometry: dict[Geometry, Value] = {}
+        self._by_geometry: dict[Geometry, Value | None] = {}
         for index, tensor in enumerate(tensors):
-            self._name(tensor, Input(index))
+            if id(tensor) not in self._by_object:
+                ambiguous = geometry_of(tensor) in self._by_geometry  # another object, the same memory
+                self._name(tensor, Input(index))
+                if ambiguous:
+                    self._by_geometry[geometry_of(tensor)] = None
 
     def output(self, tensor: torch.Tensor) -> Local:
         """The value that a returned tensor is."""

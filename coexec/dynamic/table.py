@@ -9,24 +9,34 @@ the operations, as in the TraceGraph; see `coexec.tracegraph.numbers`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coexec._native import core
 from coexec.dynamic.recorder import Recording
 from coexec.runners.native import encoded_instruction
-from coexec.runners.walker import encoded_meta
+from coexec.runners.walker import NAMES, encoded_meta, encoded_slot
+from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.calls import number_class
 from coexec.tracegraph.graph import FedNumber, NumberOrigin, NumberSlot
 from coexec.tracegraph.numbers import TRANSFORMS, fed_numbers, same_number, unify, unify_slots, varying
 from coexec.tracegraph.program import Call, Reg, When
-from coexec.tracegraph.trace import Input, Local, Number
+from coexec.tracegraph.trace import Input, Local, Number, TensorMeta
 
 #: Variants of one signature: more than this many numbers that nothing explains are not worth a table.
 MAX_VARIANTS = 64
+#: Elements of the arguments of a call up to which Python makes it itself, unless the queue uses them.
+SMALL = 16
 #: Signatures in a table; a program that makes ever new shapes would fill the memory.
 MAX_SIGNATURES = 100_000
+
+
+#: Function, attributes, ambient state, metadata of the tensors, and which of them are one object.
+Signature = tuple[Callable[..., Any], Hashable, Hashable, tuple[TensorMeta, ...], tuple[int, ...]]
+
+#: What the sender returns when Python had better make a call itself, at once.
+RUN_NOW = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,41 +65,61 @@ class Variant:
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of a signature: its variants, or why its calls run eagerly each time."""
+    """What is known of a signature: its variants, or why its calls run eagerly each time.
 
+    `handle` names it in the native sender, once there is a variant.
+    """
+
+    signature: Signature
+    handle: int | None = None
     variants: list[Variant] = field(default_factory=list)
     eager: str | None = None
 
 
-@dataclass
 class Table:
-    """Entries by signature."""
+    """Entries by signature, and the native sender that looks most of them up.
 
-    entries: dict[Hashable, Entry] = field(default_factory=dict)
+    Args:
+        queue: what the sender sends to.
+    """
 
-    def entry(self, signature: Hashable) -> Entry:
+    def __init__(self, queue: Any) -> None:
+        self.queue = queue
+        self.sender = core.Sender(queue, NAMES, ambient, RUN_NOW, SMALL)
+        self._entries: dict[Signature, Entry] = {}
+
+    def entry(self, signature: Signature) -> Entry:
         """The entry of a signature, a new one at first sight."""
-        entry = self.entries.get(signature)
+        entry = self._entries.get(signature)
         if entry is None:
-            if len(self.entries) >= MAX_SIGNATURES:
-                self.entries.clear()
-            entry = self.entries[signature] = Entry()
+            if len(self._entries) >= MAX_SIGNATURES:
+                self._entries.clear()
+                self.sender.clear()
+            entry = self._entries[signature] = Entry(signature)
         return entry
 
+    def add(self, entry: Entry, numbers: Sequence[Number], recording: Recording) -> None:
+        """Adds a recording to its entry, generalising a variant that differs in numbers only."""
+        for index, variant in enumerate(entry.variants):
+            generalised = _generalised(variant, numbers, recording)
+            if generalised is not None:
+                entry.variants[index] = generalised
+                break
+        else:
+            entry.variants.append(variant_of(numbers, recording))
+        if len(entry.variants) > MAX_VARIANTS:
+            entry.variants.clear()
+            entry.eager = "its numbers vary in a way that nothing explains"
+        self._publish(entry)
 
-def add(entry: Entry, numbers: Sequence[Number], recording: Recording) -> Variant:
-    """Adds a recording to its entry, generalising a variant that differs in numbers only."""
-    for index, variant in enumerate(entry.variants):
-        generalised = _generalised(variant, numbers, recording)
-        if generalised is not None:
-            entry.variants[index] = generalised
-            return generalised
-    variant = variant_of(numbers, recording)
-    entry.variants.append(variant)
-    if len(entry.variants) > MAX_VARIANTS:
-        entry.variants.clear()
-        entry.eager = "its numbers vary in a way that nothing explains"
-    return variant
+    def _publish(self, entry: Entry) -> None:
+        """Lets the sender know; numbers that have to agree are compared in Python."""
+        function, key, state, metas, repeated = entry.signature
+        if entry.handle is None:
+            encoded = [encoded_meta(m) for m in metas]
+            entry.handle = self.sender.add(function, key, state, encoded, repeated)
+        native = [([encoded_slot(s) for s in v.slots], v.native, v.recording.result) for v in entry.variants]
+        self.sender.set(entry.handle, [] if any(v.agreements for v in entry.variants) else native)
 
 
 def variant_of(numbers: Sequence[Number], recording: Recording) -> Variant:
@@ -149,6 +179,8 @@ def _encoded(recording: Recording) -> Any:
             "numbers": [(register, o.slot, o.transform) for o, register in numbers.items()],
             "outputs": [registers[v] for v in recording.outputs],
             "writes": recording.writes,
+            "shares_memory": recording.shares_memory,
+            "random": recording.random,
             "metas": [encoded_meta(m) for m in recording.metas],
         }
     )

@@ -20,7 +20,8 @@ from coexec.tracegraph.graph import Fed, Node, NumberSlot, TraceGraph
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.trace import Kind, Produced, TensorMeta
 
-_NAMES = {
+#: Objects that native code compares with, or makes.
+NAMES = {
     "NewTensor": calls.NewTensor,
     "SameTensor": calls.SameTensor,
     "Container": calls.Container,
@@ -48,7 +49,7 @@ def make_walker(
     for (source, target), messages in program.edges.items():
         into.setdefault(target, {})[source] = list(messages)
     nodes = [_node(n, program, into.get(n.id, {}), outputs[n.id], n.id not in special) for n in graph.nodes]
-    return core.Walker(nodes, {s: [n.id for n in t] for s, t in children.items()}, _NAMES, ambient)
+    return core.Walker(nodes, {s: [n.id for n in t] for s, t in children.items()}, NAMES, ambient)
 
 
 def _node(
@@ -64,7 +65,7 @@ def _node(
         "key": key[0],
         "ambient": key[1],
         "metas": [encoded_meta(m) for m in key[2]],
-        "numbers": [_slot(s) for s in node.numbers],
+        "numbers": [encoded_slot(s) for s in node.numbers],
         "number_plans": list(plan.numbers),
         "alternatives": [
             {
@@ -107,7 +108,8 @@ def encoded_meta(meta: TensorMeta) -> dict[str, Any]:
     }
 
 
-def _slot(slot: NumberSlot) -> dict[str, Any]:
+def encoded_slot(slot: NumberSlot) -> dict[str, Any]:
+    """A number slot as the native code reads it."""
     classes = slot.classes or ()
     return {
         "value": slot.value,

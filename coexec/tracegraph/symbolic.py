@@ -315,10 +315,11 @@ class _Lowering:
             self.union.union(("r", register), source)
 
     def _feed(self, fed: Fed, location: int) -> None:
-        register = self._register(self.metas[fed])
-        self.values[fed] = self.externals[fed] = register
-        self.union.union(("r", register), fed)
-        self.emitted.append(_Emitted(Feed(register, self.metas[fed], location)))
+        if fed not in self.values:  # else another alternative feeds it: only one of them is taken
+            register = self._register(self.metas[fed])
+            self.values[fed] = self.externals[fed] = register
+            self.union.union(("r", register), fed)
+        self.emitted.append(_Emitted(Feed(self.values[fed], self.metas[fed], location)))
 
     # --- the end ---
 
@@ -466,7 +467,10 @@ class _Lowering:
         rows = [renamed(e.instruction, shadow) for e in self.emitted]
         prologue: list[Instruction] = []
         groups: list[list[Instruction]] = [[i] for i in rows]
-        bound_at = {i.out: p for p, i in enumerate(rows) if isinstance(i, Feed)}
+        bound_at: dict[int, list[int]] = {}
+        for position, row in enumerate(rows):
+            if isinstance(row, Feed):
+                bound_at.setdefault(row.out, []).append(position)
         for register, copy in shadow.items():
             pair: list[Instruction] = [
                 *_copied(register, copy, self.register_metas[register]),
@@ -478,9 +482,9 @@ class _Lowering:
                     -1,
                 ),
             ]
-            if register in bound_at:
-                groups[bound_at[register]] += pair
-            else:
+            for position in bound_at.get(register, ()):
+                groups[position] += pair
+            if register not in bound_at:
                 prologue += pair
         for position in hoisted:
             prologue.append(rows[position])

@@ -65,7 +65,8 @@ def use_runner(monkeypatch):
 
 @pytest.fixture
 def dynamic(monkeypatch):
-    """Programs run call by call from the second iteration on, and are not traced again."""
+    """Programs run call by call from the second iteration on, are not traced again, and send every call."""
+    monkeypatch.setattr("coexec.dynamic.table.SMALL", 0)
     monkeypatch.setattr("coexec.program_state.PATIENCE", 1)
     monkeypatch.setattr("coexec.program_state.FIRST_RETRY", 1 << 20)
 

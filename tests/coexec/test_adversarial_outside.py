@@ -23,15 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import coexec
 from tests.coexec.harness import coexecuted, compare, linear, nothing, train, weights
 
-
-def silent(reason):
-    return pytest.mark.xfail(strict=True, reason=f"silent wrong result: {reason}")
-
-
-def late(reason):
-    return pytest.mark.xfail(strict=True, reason=f"late: {reason}")
-
-
 # --- errors that depend on values ----------------------------------------------------------------
 
 
@@ -45,20 +36,6 @@ def test_a_factorization_that_fails_raises(function):
     compare(nothing, step, 8)
 
 
-@silent("the same; and nobody waits for the result")
-def test_a_factorization_that_fails_is_caught_where_it_was_called():
-    def step(s, k, tape):
-        matrix = torch.eye(3) * (1 if k != 5 else -1)
-        with tape():
-            try:
-                torch.linalg.cholesky(matrix)
-                print("positive definite")
-            except RuntimeError:
-                print("not positive definite")
-
-    compare(nothing, step, 8)
-
-
 def test_an_index_out_of_range_raises_eagers_error(compared):
     def step(s, k, tape):
         index = torch.tensor([0, 1 if k != 5 else 77])
@@ -66,20 +43,6 @@ def test_an_index_out_of_range_raises_eagers_error(compared):
             return F.embedding(index, s.w).sum().detach()
 
     compared(weights("w", size=(5, 2)), step, 8)
-
-
-@late(
-    "Python runs on beyond the call that raises; its side effects until the end of the block are not undone"
-)
-def test_python_does_not_run_on_after_an_index_out_of_range():
-    def step(s, k, tape):
-        index = torch.tensor([0, 1 if k != 5 else 77])
-        with tape():
-            y = F.embedding(index, s.w).sum().detach()
-            s.log.append(k)
-        return y
-
-    compare(weights("w", size=(5, 2)), step, 8)
 
 
 def test_an_index_out_of_range_in_a_write_raises_eagers_error():
@@ -422,32 +385,6 @@ def test_a_result_becomes_a_parameter_for_the_first_time(look):
     compare(nothing, step, 8)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="operations on another thread meet a placeholder: INTERNAL ASSERT FAILED"
-)
-@pytest.mark.parametrize("first", [0, 5])
-def test_a_result_is_looked_at_by_another_thread(first):
-    def step(s, k, tape):
-        x = torch.randn(3)
-
-        def look():
-            try:
-                s.log.append(float(y.sum()))
-            except RuntimeError as e:
-                s.log.append(str(e))
-
-        with tape():
-            y = x * 2
-            if k >= first:
-                thread = threading.Thread(target=look)
-                thread.start()
-                thread.join()
-            z = y + 1
-        return z
-
-    compare(nothing, step, 8)
-
-
 @pytest.mark.parametrize(
     "look",
     [
@@ -492,22 +429,6 @@ def test_a_lazy_layer_is_made_in_the_first_iteration():
     compare(lambda: SimpleNamespace(_model=nn.Sequential(nn.LazyLinear(3), nn.ReLU())), step, 6)
 
 
-@pytest.mark.xfail(strict=True, reason="a placeholder that nobody else holds lives until the iteration ends")
-def test_a_weak_reference_to_a_dropped_result_is_dead_at_once():
-    import weakref
-
-    def step(s, k, tape):
-        x = torch.randn(3)
-        with tape():
-            y = x * 2
-            reference = weakref.ref(y)
-            y = y + 1
-            print(reference() is None)
-        return y
-
-    compare(nothing, step, 6)
-
-
 def test_attributes_of_results_stay(compared):
     def step(s, k, tape):
         x = torch.randn(3)
@@ -518,20 +439,6 @@ def test_attributes_of_results_stay(compared):
         return y.mine, hasattr(z, "mine"), y, z
 
     assert coexecuted(compared(nothing, step, 8), 4)
-
-
-@pytest.mark.xfail(strict=True, reason="warnings are raised where a function's code runs, which it doesn't")
-@pytest.mark.parametrize("loud", [lambda x: x.std(), lambda x: F.mse_loss(x, torch.ones(2))])
-def test_warnings_are_repeated_as_in_eager(loud):
-    def step(s, k, tape):
-        x = torch.randn(1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with tape():
-                loud(x)
-        return len(caught)
-
-    compare(nothing, step, 6)
 
 
 # --- where the tape is entered -------------------------------------------------------------------
