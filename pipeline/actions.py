@@ -51,14 +51,6 @@ class Kind(Enum):
     __hash__ = object.__hash__  # members are singletons; hashing their name costs time in every set
 
 
-COMPUTE_KINDS = frozenset(
-    {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE}
-)
-MESSAGE_KINDS = frozenset({Kind.SEND, Kind.RECEIVE})
-TRANSFER_KINDS = frozenset({Kind.EVICT, Kind.ACCEPT, Kind.LOAD, Kind.RETURN})
-WEIGHT_KINDS = frozenset({Kind.STASH, Kind.REDUCE, Kind.UPDATE})
-
-
 class Compute(NamedTuple):
     """Computation of one micro-batch of one stage, with one version of the stage's weights."""
 

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.cli.common import say, write_json
-from pipeline.cli.comparison import machine, measured_costs, predict, run_and_time
+from pipeline.cli.comparison import machine, predict, run_and_time
+from pipeline.cli.measuring import measured_costs
 from pipeline.plans import StageCost
 from pipeline.runtime.job import Job
 

@@ -19,7 +19,8 @@ from torch import fx, nn
 
 from pipeline.capture import Traced, trace
 from pipeline.graph import Cost, ProfiledGraph
-from pipeline.runtime.saved import Saved, addresses
+from pipeline.runtime.saved import Saved
+from pipeline.runtime.storages import addresses
 
 Value = Any
 """What an operator gives: a tensor, several of them, or a number."""

@@ -4,14 +4,18 @@ In:  one row of actions a rank, such as `0F3`, `0SEND_F3`, `1RECV_F3`, `1B3`.
 Out: a `Program`; and back, for what torch can express: a chain of stages, one rank each, no transfers, no
      weight versions.
 
-In torch a pass waits by itself for what it receives, so that waits appear and disappear here. Sharding and
-gradient reduction (`UNSHARD`, `RESHARD`, `REDUCE_GRAD`) are not looked at. Only text, torch is not imported.
+In torch a pass waits by itself for what it receives, so that waits appear and disappear here. The update is
+the caller's, after `REDUCE_GRAD` has scaled gradients. Sharding (`UNSHARD`, `RESHARD`) is not looked at. Only
+text, torch is not imported; `torch_schedule` makes a schedule of it.
 """
 
 from __future__ import annotations
 
+import csv
 import re
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pipeline.actions import Action, Compute, Kind, Message, Wait, Weights
 from pipeline.errors import ProgramError
@@ -66,23 +70,69 @@ def to_torch(program: Program) -> list[list[str]]:
     """
     layout = program.layout
     chain = tuple((s, s + 1) for s in range(len(layout.stages) - 1))
-    if layout.edges != chain or any(stage.size != 1 or len(stage.ranks) > 1 for stage in layout.stages):
-        raise ProgramError("torch runs chains of unreplicated stages with one micro-batch size.")
-    return [[text for action in actions for text in _torch_text(action)] for actions in program.ranks]
+    if layout.edges != chain:
+        raise ProgramError(f"torch runs chains of stages; these have the edges {layout.edges}.")
+    for s, stage in enumerate(layout.stages):
+        if len(stage.ranks) > 1:
+            raise ProgramError(f"torch has no replicas in a schedule; stage {s} is on ranks {stage.ranks}.")
+        if stage.size != layout.stages[0].size:
+            raise ProgramError(
+                f"torch has one micro-batch size; stage {s} has {stage.size} and stage 0"
+                f" {layout.stages[0].size}."
+            )
+        if stage.update != layout.samples:
+            raise ProgramError(f"torch runs one batch; stage {s} has an update every {stage.update} samples.")
+    size = layout.stages[0].size
+    return [
+        [text for action in _late_receives(actions) for text in _torch_text(action, size, f"rank {r}")]
+        for r, actions in enumerate(program.ranks)
+    ]
 
 
-def _torch_text(action: Action) -> Iterator[str]:
+def write_csv(program: Program, path: str | Path) -> None:
+    """Write the rows of a program for torch's loader, format `compute_comms`.
+
+    Raises:
+        ProgramError: torch can't express the program.
+    """
+    rows = to_torch(program)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def _late_receives(actions: Sequence[Action]) -> Iterator[Action]:
+    """The same with each receive as late as waits and the order of messages from its rank let it be.
+
+    A receive that torch finds before its message can be sent counts as a deadlock in its dry run.
+    """
+    to_start: dict[int, deque[Message]] = defaultdict(deque)
+    started: set[Message] = set()
+    for action in actions:
+        if isinstance(action, Message) and action.kind is Kind.RECEIVE:
+            to_start[action.peer].append(action)
+    for action in actions:
+        if isinstance(action, Message) and action.kind is Kind.RECEIVE:
+            continue
+        if isinstance(action, Wait) and isinstance(action.on, Message):
+            while action.on.kind is Kind.RECEIVE and action.on not in started:
+                message = to_start[action.on.peer].popleft()
+                started.add(message)
+                yield message
+        yield action
+
+
+def _torch_text(action: Action, size: int, where: str) -> Iterator[str]:
     if isinstance(action, Wait) and isinstance(action.on, Message):
         return
     if isinstance(action, Weights) and action.kind is Kind.UPDATE and action.version == 1:
-        return
-    if isinstance(action, Compute) and action.kind in _LETTER and action.version == 0:
+        yield f"{action.stage}REDUCE_GRAD"
+    elif isinstance(action, Compute) and action.kind in _LETTER and action.version == 0:
         yield f"{action.stage}{_LETTER[action.kind]}{action.micro_batch}"
     elif isinstance(action, Message):
         here = action.source if action.kind is Kind.SEND else action.target
-        yield f"{here}{action.kind.value}_{'B' if action.gradient else 'F'}{action.start}"
+        yield f"{here}{action.kind.value}_{'B' if action.gradient else 'F'}{action.start // size}"
     else:
-        raise ProgramError(f"torch has no word for {action}.")
+        raise ProgramError(f"{where}: torch has no word for {action}.")
 
 
 def _parts(text: str) -> Iterator[str]:

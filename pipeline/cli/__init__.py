@@ -1,9 +1,11 @@
-"""Plan, check and simulate pipeline-parallel training.
+"""Plan, check, simulate and run pipeline-parallel training.
 
+    python -m pipeline profile charlm --out charlm.json
     python -m pipeline plan --profile vgg16.json --machines 4,4 --bandwidth 10e9,1.25e9 --out plan.json
     python -m pipeline validate plan.json
     python -m pipeline simulate plan.json --machines 4,4 --bandwidth 10e9,1.25e9 --picture schedule.png
     python -m pipeline run charlm --stages 4 --schedule bpipe
+    python -m pipeline compare charlm --schedules gpipe,1f1b
 
 Times are seconds, sizes bytes, bandwidths bytes per second, unless an option says otherwise.
 """
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from pipeline.cli import compare, plan, run, simulate, validate
+from pipeline.cli import compare, plan, profile, run, simulate, validate
 from pipeline.errors import PipelineError
 
 
@@ -32,6 +34,7 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Command] = {
+    "profile": profile,
     "plan": plan,
     "validate": validate,
     "simulate": simulate,

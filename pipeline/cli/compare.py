@@ -1,6 +1,7 @@
-"""Run several schedules of one model on this machine: measured beside predicted.
+"""Run several schedules or plans of one model on this machine: measured beside predicted.
 
     python -m pipeline compare sleep --schedules gpipe,1f1b,bpipe,zb-h1
+    python -m pipeline compare charlm --plans even.json,planned.json
 
 Stages are measured one by one first; the simulator predicts from that how long a step takes when every
 process has a core of its own, and the larger of that and all work divided by the cores is the prediction.
@@ -25,7 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(SCHEDULES)} (default: gpipe,1f1b,bpipe,zb-h1)",
     )
     parser.add_argument(
-        "--chunks", type=int, default=2, metavar="V", help="interleaved: stages a process (default: 2)"
+        "--plans",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="FILE,FILE",
+        help="plans to compare, instead of schedules",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="times that all are measured and run, in turn; medians count (default: %(default)s)",
     )
     parser.add_argument(
         "--latency", type=float, default=0.0, metavar="S", help="seconds that a message takes (default: 0)"

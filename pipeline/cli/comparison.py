@@ -1,4 +1,4 @@
-"""What `compare` does: predict and run each schedule, and print both."""
+"""What `compare` does: predict and run each schedule or plan, and print both."""
 
 from __future__ import annotations
 
@@ -15,42 +15,33 @@ import torch
 
 from pipeline.cli.common import say, write_json
 from pipeline.cli.job_arguments import SCHEDULES
-from pipeline.cli.jobs import job_of, run_job
+from pipeline.cli.jobs import job_of, job_of_plan_file, run_job
+from pipeline.cli.measuring import measured_costs
 from pipeline.errors import PlanError
 from pipeline.plans import StageCost
-from pipeline.runtime.job import Job, data_of, program_of, stage_modules
-from pipeline.runtime.measure import measure
+from pipeline.runtime.job import Job, program_of
 from pipeline.simulator import simulate
 from pipeline.topology import flat
 from pipeline.trainable import make_trainable
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run the schedules, print a table, and write all samples."""
-    unknown = [name for name in args.schedules if name not in SCHEDULES]
-    if unknown:
-        raise PlanError(f"no schedule is called {', '.join(unknown)}; they are {', '.join(SCHEDULES)}.")
-    rows = []
-    known: dict[int, tuple[StageCost, ...]] = {}  # by number of stages: the same ones cost the same
-    print(
-        f"{'schedule':<18}{'predicted':>10}{'measured':>10}{'p10':>9}{'p90':>9}{'error':>8}{'most bytes':>12}"
-    )
-    for schedule in args.schedules:
-        say(f"running {schedule}")
-        job = job_of(args, schedule)
-        if job.stages not in known:
-            known[job.stages] = measured_costs(job)
-        predicted = predict(job, known[job.stages], args.latency, args.bandwidth)
-        row = {"job": asdict(job)} | predicted | run_and_time(job)
-        rows.append(row)
-        low, *_, high = (
-            quantiles(row["samples_s"], n=10) if len(row["samples_s"]) > 1 else row["samples_s"] * 2
-        )
-        error = row["predicted_s"] / row["measured_s"] - 1
-        print(
-            f"{schedule:<18}{row['predicted_s']:>10.4f}{row['measured_s']:>10.4f}{low:>9.4f}{high:>9.4f}"
-            f"{error:>+8.1%}{max(row['held_bytes']):>12}"
-        )
+    """Run the schedules or plans in turn, print a table, and write all samples."""
+    if args.rounds < 1:
+        raise PlanError(f"--rounds {args.rounds}: at least 1.")
+    jobs = _jobs(args)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
+    for number in range(args.rounds):
+        known: dict[object, tuple[StageCost, ...]] = {}  # the same stages cost the same
+        for name, job in jobs.items():
+            say(f"round {number + 1} of {args.rounds}: {name}")
+            cut = (job.stages, job.lengths, job.samples)
+            if cut not in known:
+                known[cut] = measured_costs(job)
+            predicted = predict(job, known[cut], args.latency, args.bandwidth)
+            rounds[name].append(predicted | run_and_time(job))
+    rows = [{"name": name, "job": asdict(job)} | _summary(rounds[name]) for name, job in jobs.items()]
+    _print(rows, "plan" if args.plans else "schedule")
     if args.out is not None:
         write_json(
             {"machine": machine(), "latency_s": args.latency, "bandwidth": args.bandwidth, "rows": rows},
@@ -59,18 +50,41 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def measured_costs(job: Job) -> tuple[StageCost, ...]:
-    """What the stages of a job cost, each alone in this process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks
-    try:
-        trainable = make_trainable(job.model, job.seed, **job.options)
-        program = program_of(job, len(trainable.layers))
-        modules = stage_modules(job, trainable, range(len(program.layout.stages)))
-        data = data_of(job, trainable, program, 0)
-        return measure(program.layout, [modules[s] for s in sorted(modules)], data)
-    finally:
-        torch.set_num_threads(before)
+def _summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the rounds of one job, beside the rounds."""
+    samples = [sample for each in rounds for sample in each["samples_s"]]
+    return {
+        "predicted_s": median(each["predicted_s"] for each in rounds),
+        "measured_s": median(samples),
+        "samples_s": samples,
+        "held_bytes": rounds[0]["held_bytes"],
+        "predicted_bytes": rounds[0]["predicted_bytes"],
+        "rounds": list(rounds),
+    }
+
+
+def _print(rows: Sequence[dict[str, Any]], title: str) -> None:
+    width = max(18, *(len(row["name"]) + 2 for row in rows))
+    titles = f"{'predicted':>10}{'measured':>10}{'p10':>9}{'p90':>9}{'error':>8}{'most bytes':>12}"
+    print(f"{title:<{width}}{titles}")
+    for row in rows:
+        samples, measured_s = row["samples_s"], row["measured_s"]
+        low, *_, high = quantiles(samples, n=10) if len(samples) > 1 else samples * 2
+        error = row["predicted_s"] / measured_s - 1
+        print(
+            f"{row['name']:<{width}}{row['predicted_s']:>10.4f}{measured_s:>10.4f}{low:>9.4f}{high:>9.4f}"
+            f"{error:>+8.1%}{max(row['held_bytes']):>12}"
+        )
+
+
+def _jobs(args: argparse.Namespace) -> dict[str, Job]:
+    """What to compare, by name."""
+    if args.plans:
+        return {path: job_of_plan_file(args, path) for path in args.plans}
+    unknown = [name for name in args.schedules if name not in SCHEDULES]
+    if unknown:
+        raise PlanError(f"no schedule is called {', '.join(unknown)}; they are {', '.join(SCHEDULES)}.")
+    return {name: job_of(args, name) for name in args.schedules}
 
 
 def predict(job: Job, costs: Sequence[StageCost], latency_s: float, bandwidth: float) -> dict[str, Any]:
@@ -108,6 +122,7 @@ def machine() -> dict[str, Any]:
     """Where this runs."""
     return {
         "cores": len(os.sched_getaffinity(0)),
+        "load": list(os.getloadavg()),
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,

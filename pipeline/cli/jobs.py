@@ -7,24 +7,89 @@ import ast
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipeline.cli.job_arguments import SHAPE
 from pipeline.errors import PlanError
+from pipeline.plans import read_plan
 from pipeline.program import Program
 from pipeline.runtime.errors import RunError
-from pipeline.runtime.job import Job, program_of
+from pipeline.runtime.job import Job, job_of_plan, program_of
 from pipeline.runtime.launch import launch
 from pipeline.runtime.progress import read_progress
 from pipeline.trainable import make_trainable
 
+MOST_PROCESSES = 64
+"""Processes that one machine may be asked to run; a plan for a cluster has many more."""
 
-def job_of(args: argparse.Namespace, schedule: str) -> Job:
-    """The job that options describe."""
+
+def job_of(args: argparse.Namespace, schedule: str | None = None) -> Job:
+    """The job that options describe.
+
+    Args:
+        args: The options.
+        schedule: A schedule, when they name none.
+
+    Raises:
+        PlanError: An option is out of range, or contradicts the plan.
+    """
+    if getattr(args, "plan", None) is not None:
+        return job_of_plan_file(args, args.plan)
+    values = {name: getattr(args, name, None) for name in SHAPE}
+    shape = {name: SHAPE[name] if value is None else value for name, value in values.items()}
+    if schedule is None:
+        schedule = str(shape["schedule"])
+        if values["chunks"] is not None and "interleaved" not in schedule:
+            raise PlanError(
+                f"--chunks goes with an interleaved schedule; {schedule} has one stage a process."
+            )
+    job = Job(
+        args.model,
+        shape["stages"],
+        schedule,
+        shape["micro_batches"],
+        shape["samples"],
+        args.steps,
+        shape["replicas"],
+        shape["chunks"] if "interleaved" in schedule else 1,
+        shape["recompute"],
+        shape["layers"],
+        model_options(args.set),
+        args.seed,
+        args.limit,
+    )
+    for name in ("ranks", "micro_batches", "samples", "steps", "replicas", "chunks"):
+        if getattr(job, name) < 1:
+            option = "stages" if name == "ranks" else name.replace("_", "-")
+            raise PlanError(f"--{option} {getattr(job, name)}: at least 1.")
+    return job
+
+
+def job_of_plan_file(args: argparse.Namespace, path: str) -> Job:
+    """The job that a plan describes, with what the options say besides.
+
+    Raises:
+        PlanError: The plan can't be read or run, or options say again what it says.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in SHAPE if getattr(args, name, None) is not None]
+    if given:
+        raise PlanError(f"{path} says how to cut and schedule; leave out {', '.join(given)}.")
+    if args.steps < 1:
+        raise PlanError(f"--steps {args.steps}: at least 1.")
+    plan = read_plan(path)
+    options = model_options(args.set)
+    return job_of_plan(
+        args.model, plan, steps=args.steps, options=options, seed=args.seed, limit_s=args.limit
+    )
+
+
+def model_options(texts: Sequence[str]) -> dict[str, Any]:
+    """The options of a model from `NAME=VALUE`; a value that is no Python literal is text."""
     options = {}
-    for text in args.set:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise PlanError(f"--set {text}: give NAME=VALUE.")
@@ -32,25 +97,7 @@ def job_of(args: argparse.Namespace, schedule: str) -> Job:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             options[name] = value
-    job = Job(
-        args.model,
-        args.stages,
-        schedule,
-        args.micro_batches,
-        args.samples,
-        args.steps,
-        args.replicas,
-        args.chunks if "interleaved" in schedule else 1,
-        args.recompute,
-        args.layers,
-        options,
-        args.seed,
-        args.limit,
-    )
-    for name in ("ranks", "micro_batches", "samples", "steps", "replicas", "chunks"):
-        if getattr(job, name) < 1:
-            raise PlanError(f"{name} is {getattr(job, name)}; it must be at least 1.")
-    return job
+    return options
 
 
 def run_job(job: Job, *, checkpoints: str | None = None, every: int = 1) -> list[dict[str, Any]]:
@@ -60,10 +107,16 @@ def run_job(job: Job, *, checkpoints: str | None = None, every: int = 1) -> list
         What each rank reports; see `pipeline.runtime.worker`.
 
     Raises:
+        PlanError: Model and stages don't go together, or there are too many of them.
         RunError: Some rank failed: what each one says, or where it was.
     """
     program = program_of(job, len(make_trainable(job.model, job.seed, **job.options).layers))
     ranks = program.layout.ranks
+    if ranks > MOST_PROCESSES:
+        raise PlanError(
+            f"{ranks} processes are needed, one for each replica of a stage; one machine gets at most"
+            f" {MOST_PROCESSES}. Plan for fewer devices."
+        )
     with tempfile.TemporaryDirectory(prefix="pipeline-") as name:
         directory = Path(name)
         content = {"job": asdict(job), "checkpoints": checkpoints, "every": every}
@@ -96,7 +149,8 @@ def _reports(directory: Path, program: Program) -> list[str]:
         elif not (directory / f"rank-{r}.json").exists():
             run, index = read_progress(directory / f"rank-{r}.progress")
             where = f"index {index} ({actions[index]})" if 0 <= index < len(actions) else "its start"
-            reports.append(f"  rank {r} ended without a word in run {run}, at {where}; it was killed.")
+            why = "it was killed" if index >= 0 else "it was killed, or could not start: see above"
+            reports.append(f"  rank {r} ended without a word in run {run}, at {where}; {why}.")
     return reports
 
 

@@ -3,9 +3,8 @@
 Planners:
   pipedream   cuts and replicas by dynamic programming, no flush; --cost-model paper or original
   2bw         parallel pipelines of equal stages, double-buffered weights; needs --batch
-  ptdp        pipeline, tensor and data parallelism; needs --batch and --transformer; --cost-model
-  communication
-              or paper; without --profile, times follow from --flops
+  ptdp        pipeline, tensor and data parallelism; needs --batch and --transformer; --cost-model paper or
+              communication; without --profile, times follow from --flops
 
 The plan is JSON; its `predicted.time_s` is seconds per micro-batch (pipedream) or per batch (2bw, ptdp).
 """
@@ -23,7 +22,14 @@ from pipeline.planners import pipedream, ptdp, two_bw
 from pipeline.plans import Plan, plan_to_json
 from pipeline.profiles import read_profile
 from pipeline.topology import Topology
-from pipeline.transformer import GPT3_13B, GPT3_96B, GPT3_134B, Transformer, transformer_profile
+from pipeline.transformer import (
+    GPT3_13B,
+    GPT3_96B,
+    GPT3_134B,
+    STATE_BYTES,
+    Transformer,
+    transformer_profile,
+)
 
 KNOWN = {model.name: model for model in (GPT3_13B, GPT3_96B, GPT3_134B)}
 """Transformers that can be named."""
@@ -31,7 +37,7 @@ KNOWN = {model.name: model for model in (GPT3_13B, GPT3_96B, GPT3_134B)}
 ONLY = {
     "pipedream": ("straight", "check_memory", "fewer_machines", "compression"),
     "2bw": ("recompute_factor",),
-    "ptdp": ("transformer", "flops", "chunks", "bpipe"),
+    "ptdp": ("transformer", "flops", "chunks", "bpipe", "state_bytes", "shard_optimizer"),
 }
 """Options that one planner alone understands."""
 
@@ -88,6 +94,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--bpipe", action="store_true", help="ptdp: also try moving activations to late stages"
+    )
+    group.add_argument(
+        "--state-bytes",
+        type=float,
+        metavar="N",
+        help="ptdp: bytes a parameter, with gradient and optimizer state (default: 20)",
+    )
+    group.add_argument(
+        "--shard-optimizer", action="store_true", help="ptdp: spread optimizer state over replicas (ZeRO-1)"
     )
 
 
@@ -166,6 +181,8 @@ def _ptdp(args: argparse.Namespace, topology: Topology) -> Plan:
         chunks=args.chunks or (1, 2, 4),
         bpipe=args.bpipe,
         profiles=_measured(args),
+        state_bytes=STATE_BYTES if args.state_bytes is None else args.state_bytes,
+        shard_optimizer=args.shard_optimizer,
     )
     return planners.plan(graph, topology, limits)
 

@@ -12,6 +12,7 @@ from pipeline.cli.common import add_input_arguments, costs_of, read_input, say
 from pipeline.compile import compile_plan, stage_costs
 from pipeline.memory import peaks
 from pipeline.plans import Plan
+from pipeline.torch_text import write_csv
 from pipeline.validator import check
 
 
@@ -28,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", type=float, metavar="BYTES", help="what a rank may hold (default: unlimited)"
     )
     parser.add_argument("--out", metavar="FILE", help="write the program as text to a file")
+    parser.add_argument(
+        "--torch",
+        metavar="FILE",
+        help="write it for torch.distributed.pipelining (CSV), if that can express it",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         program, costs = given, costs_of(args, given)
     if args.out is not None:
         Path(args.out).write_text(str(program), encoding="utf-8")
+    if args.torch is not None:
+        write_csv(program, args.torch)
     actions = sum(map(len, program.ranks))
     say(f"checking {actions} actions")
     problems = check(program, costs=costs, memory_bytes=args.memory, matching=args.matching)

@@ -23,12 +23,13 @@ from pipeline.planners.ptdp_model import (
     memory,
     repeated_share,
     sent_bytes,
+    state_bytes,
     tensor_seconds,
     transfers_fit,
 )
 from pipeline.plans import Plan, Predicted, Schedule, Stage, StageCost
 from pipeline.topology import Topology
-from pipeline.transformer import ACTIVATION_BYTES, STATE_BYTES, boundary_bytes, layer_saved_bytes
+from pipeline.transformer import ACTIVATION_BYTES, SHARDED_STATE_BYTES, boundary_bytes, layer_saved_bytes
 
 __all__ = ["Configuration", "Limits", "by_the_rules", "configurations", "plan"]
 
@@ -105,6 +106,11 @@ def _fitting(blocks: Blocks, topology: Topology, limits: Limits) -> list[Configu
 def _blocks(graph: ProfiledGraph, limits: Limits) -> Blocks:
     if limits.cost_model not in ("paper", "communication"):
         raise PlanError(f"cost model {limits.cost_model!r}; one of paper, communication.")
+    least = ACTIVATION_BYTES + (SHARDED_STATE_BYTES if limits.shard_optimizer else 0)
+    if limits.state_bytes < least:
+        raise PlanError(
+            f"a parameter has {limits.state_bytes} bytes of state; weight and sharded optimizer need {least}."
+        )
     if limits.batch < 1:
         raise PlanError(f"a batch has {limits.batch} samples; at least 1 is needed.")
     blocks = blocks_of(graph, limits.profiles)
@@ -137,7 +143,7 @@ def _plan(blocks: Blocks, topology: Topology, limits: Limits, c: Configuration) 
             parameter_bytes=total.parameter_bytes / c.tensor,
             saved_bytes=length * saved,
             input_bytes=boundary_bytes(limits.model, c.micro_batch) if s else 0.0,
-            state_bytes=(STATE_BYTES / ACTIVATION_BYTES - 1) * total.parameter_bytes / c.tensor,
+            state_bytes=(state_bytes(limits, c) / ACTIVATION_BYTES - 1) * total.parameter_bytes / c.tensor,
         )
         stages.append(
             Stage(tuple(ids), c.data, c.micro_batch, c.tensor, c.recompute, c.placement[s % c.pipeline], cost)

@@ -21,7 +21,16 @@ from pipeline.passes.transfers import balanced_capacity
 from pipeline.planners.blocks import Blocks
 from pipeline.plans import Recompute
 from pipeline.topology import Topology
-from pipeline.transformer import STATE_BYTES, Transformer, boundary_bytes, layer_parameters, layer_saved_bytes
+from pipeline.transformer import (
+    SHARDED_STATE_BYTES,
+    STATE_BYTES,
+    Transformer,
+    boundary_bytes,
+    layer_parameters,
+    layer_saved_bytes,
+    stage_saved_bytes,
+    transfer_bandwidth,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,8 @@ class Limits:
         profiles: Profiles at other micro-batch sizes than the graph's; without them, costs are in proportion.
         scatter_gather: Send each t-th part of an activation between stages and gather it there.
         bpipe: Also try BPipe, which lets early ranks move what they saved to late ones.
+        state_bytes: Bytes a parameter: weight, gradient and optimizer state; see `transformer.STATE_BYTES`.
+        shard_optimizer: Spread `transformer.SHARDED_STATE_BYTES` of them over data-parallel replicas.
     """
 
     model: Transformer
@@ -49,6 +60,8 @@ class Limits:
     profiles: tuple[ProfiledGraph, ...] = ()
     scatter_gather: bool = True
     bpipe: bool = False
+    state_bytes: float = STATE_BYTES
+    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +104,32 @@ def batch_time(blocks: Blocks, topology: Topology, limits: Limits, c: Configurat
 def memory(limits: Limits, c: Configuration) -> tuple[float, ...]:
     """Bytes of one device of each pipeline rank: state of its parameters, and what is saved in flight.
 
-    With layers recomputed, one layer's activations exist in full during its backward pass.
+    What is recomputed exists in full during the backward pass of one layer.
     """
     model, p, v = limits.model, c.pipeline, c.chunks
     m = c.micro_batches(limits.batch)
     per_rank = model.layers // p
     saved = layer_saved_bytes(model, c.micro_batch, tensor_parallel=c.tensor, recompute=c.recompute)
-    working = 0.0
-    if c.recompute == "layer":
-        working = layer_saved_bytes(model, c.micro_batch, tensor_parallel=c.tensor)
+    whole = layer_saved_bytes(model, c.micro_batch, tensor_parallel=c.tensor)
+    working = whole if c.recompute == "layer" else whole - saved
     layer = layer_parameters(model)
     result = []
     for r in range(p):
         ends = (model.vocabulary + model.sequence) * (r == 0) + model.vocabulary * (r == p - 1 and p > 1)
-        state = STATE_BYTES * (per_rank * layer + ends * model.hidden) / c.tensor
+        state = state_bytes(limits, c) * (per_rank * layer + ends * model.hidden) / c.tensor
         result.append(state + chunks_held(c, m, r) * (per_rank / v) * saved + working)
     return tuple(result)
+
+
+def state_bytes(limits: Limits, c: Configuration) -> float:
+    """Bytes a parameter that one device holds: weight, gradient and its share of the optimizer state.
+
+    Sharded, that share is a d-th (ZeRO stage 1).
+
+    Source: BPipe, sections 1 and 4.2.
+    """
+    elsewhere = SHARDED_STATE_BYTES * (1 - 1 / c.data) if limits.shard_optimizer else 0.0
+    return limits.state_bytes - elsewhere
 
 
 def chunks_held(c: Configuration, micro_batches: int, rank: int) -> int:
@@ -132,15 +155,16 @@ def transfers_fit(blocks: Blocks, topology: Topology, limits: Limits, c: Configu
 
     Source: BPipe, section 3.5 and equations 7 to 9.
     """
-    saved = layer_saved_bytes(limits.model, c.micro_batch, tensor_parallel=c.tensor, recompute=c.recompute)
-    size = limits.model.layers / c.pipeline * saved
+    size = stage_saved_bytes(
+        limits.model, c.micro_batch, c.pipeline, tensor_parallel=c.tensor, recompute=c.recompute
+    )
     forward = min(cost.forward_ms for cost in _rank_costs(blocks, c)) / 1e3 / c.tensor
     slowest = max(
         topology.transfer(a[0], b[0])[1]
         for s in range(c.pipeline // 2)
         for a, b in zip(c.placement[s], c.placement[c.pipeline - 1 - s], strict=True)
     )
-    return size * slowest <= forward
+    return forward > 0 and transfer_bandwidth(size, forward) * slowest <= 1
 
 
 def _stage_seconds(

@@ -1,13 +1,13 @@
 """A training job: a model, how it is cut and scheduled, and how long it goes on.
 
-In:  a `Job`, from the command line or from JSON.
+In:  a `Job`, from options, from a plan, or from JSON.
 Out: its program, its stages and its batches, the same in every process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from pipeline.actions import Action, Message, Wait
 from pipeline.compile import compile_plan
 from pipeline.errors import PlanError
-from pipeline.plans import Plan, Predicted, Schedule, Stage, WeightMode
+from pipeline.plans import Plan, Predicted, Schedule, Stage, WeightMode, plan_from_json
 from pipeline.program import Layout, Program, StageLayout
 from pipeline.runtime.stage import StageModule
 from pipeline.trainable import Trainable, cut, even_lengths
@@ -43,6 +43,7 @@ class Job:
         options: Of the model.
         seed: Of weights, data and dropout.
         limit_s: Seconds that a rank waits for another one.
+        plan: What the cut and the schedule come from, instead of the fields above; see `job_of_plan`.
     """
 
     model: str
@@ -58,11 +59,18 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     limit_s: float = 60.0
+    plan: Plan | None = None
 
     @property
     def flushes(self) -> bool:
         """Whether each batch is a run of the program."""
         return self.schedule not in WEIGHTS
+
+    @property
+    def same_order(self) -> bool:
+        """Whether gradients are added in the order of one process."""
+        sizes = set() if self.plan is None else {stage.micro_batch for stage in self.plan.stages}
+        return self.replicas == 1 and len(sizes) <= 1
 
     @property
     def runs(self) -> int:
@@ -79,11 +87,61 @@ class Job:
 
 def job_from_json(content: dict[str, Any]) -> Job:
     """The job that `dataclasses.asdict` was made from."""
-    return Job(**{**content, "lengths": tuple(content["lengths"])})
+    plan = None if content["plan"] is None else plan_from_json(content["plan"])
+    return Job(**{**content, "lengths": tuple(content["lengths"]), "plan": plan})
+
+
+def job_of_plan(model: str, plan: Plan, **more: Any) -> Job:
+    """The job of training a model as a plan says.
+
+    Each node of the plan is a layer of the model, in their order. Devices and costs of the plan are not used.
+
+    Args:
+        model: Name of the model.
+        plan: A chain of stages, from any planner or written by hand.
+        more: `steps`, `options`, `seed` and `limit_s` of the job.
+
+    Raises:
+        PlanError: The plan has something that a job can't do.
+    """
+    if plan.edges != tuple((s, s + 1) for s in range(len(plan.stages) - 1)):
+        raise PlanError(f"the plan's edges are {plan.edges}; a model of layers runs as a chain of stages.")
+    for s, stage in enumerate(plan.stages):
+        if stage.tensor_parallel > 1:
+            raise PlanError(
+                f"stage {s} is split over {stage.tensor_parallel} devices; layers are not split here. Plan"
+                " with tensor-parallel degree 1."
+            )
+        if stage.recompute not in ("none", "stage"):
+            raise PlanError(
+                f"stage {s} recomputes {stage.recompute!r}, which is inside its layers; here a stage"
+                " recomputes all of itself ('stage') or nothing ('none')."
+            )
+    schedule = "vertical-sync" if plan.weight_mode == "vertical-sync" else plan.schedule
+    first = plan.stages[0]
+    return Job(
+        model,
+        ranks=len(plan.stages) // plan.virtual_stages,
+        schedule=schedule,
+        micro_batches=plan.micro_batches // first.replicas,
+        samples=first.micro_batch,
+        replicas=max(stage.replicas for stage in plan.stages),
+        chunks=plan.virtual_stages,
+        recompute=any(stage.recompute == "stage" for stage in plan.stages),
+        lengths=tuple(len(stage.nodes) for stage in plan.stages),
+        plan=plan,
+        **more,
+    )
 
 
 def plan_of(job: Job, layers: int) -> Plan:
-    """The job as a plan for a model of so many layers; its costs are not known."""
+    """The job as a plan for a model of so many layers; if made from options, its costs are not known.
+
+    Raises:
+        PlanError: Job and model don't go together.
+    """
+    if job.plan is not None:
+        return _given(job, job.plan, layers)
     if job.chunks > 1 and "interleaved" not in job.schedule:
         raise PlanError(f"{job.schedule} has one stage a rank; several chunks go with interleaved.")
     stages, first = [], 0
@@ -111,9 +169,22 @@ def plan_of(job: Job, layers: int) -> Plan:
     )
 
 
+def _given(job: Job, plan: Plan, layers: int) -> Plan:
+    nodes = sum(len(stage.nodes) for stage in plan.stages)
+    if nodes != layers:
+        raise PlanError(
+            f"the plan deals out {nodes} nodes of {plan.model}, and {job.model} has {layers} layers; each"
+            " node is a layer. Options of the model (--set) may change how many it has."
+        )
+    if plan.schedule == "pipedream":  # without a flush, each round of micro-batches is a batch
+        return replace(plan, micro_batches=plan.micro_batches * job.steps)
+    return plan
+
+
 def program_of(job: Job, layers: int) -> Program:
     """The program that every rank runs, `job.runs` times, for a model of so many layers."""
-    return with_samples(compile_plan(plan_of(job, layers), batches=job.steps), job.samples)
+    program = compile_plan(plan_of(job, layers), batches=job.steps)
+    return program if job.plan is not None else with_samples(program, job.samples)
 
 
 def lengths_of(job: Job, layers: int) -> tuple[int, ...]:
@@ -130,7 +201,8 @@ def stage_modules(job: Job, trainable: Trainable, wanted: Iterable[int]) -> dict
 def data_of(job: Job, trainable: Trainable, program: Program, run: int) -> dict[int, list[torch.Tensor]]:
     """Inputs of the first stage and targets of the last one, for all samples of one run."""
     inputs, targets = trainable.batch(job.seed * 1_000_003 + run, program.layout.samples)
-    return {0: [inputs], len(program.layout.stages) - 1: [targets]}
+    last = len(program.layout.stages) - 1
+    return {0: [inputs], last: [targets]} if last else {0: [inputs, targets]}
 
 
 def with_samples(program: Program, samples: int) -> Program:

@@ -54,7 +54,7 @@ def launch(
     Returns:
         0 when all ranks ended well.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    torchrun = [sys.executable, "-m", "pipeline.runtime.torchrun", "--standalone", "--nproc-per-node"]
     command = [*torchrun, str(processes), "-m", module, *arguments]
     # Each rank computes with one thread unless told otherwise; said here, torchrun need not warn about it.
     variables = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {}), _LAUNCHER: str(os.getpid())}

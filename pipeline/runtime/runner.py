@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,8 +23,10 @@ from pipeline.memory import recomputed_items
 from pipeline.plans import StageCost
 from pipeline.program import Program
 from pipeline.runtime.channels import Channels, Pending
+from pipeline.runtime.combinations import refuse_impossible
 from pipeline.runtime.errors import InPlaceError, RunError
 from pipeline.runtime.exchange import Exchange
+from pipeline.runtime.options import Options, Outcome
 from pipeline.runtime.place import this_process
 from pipeline.runtime.randomness import seed_of, seeded
 from pipeline.runtime.replicas import Replicas
@@ -33,41 +34,9 @@ from pipeline.runtime.specs import StageSpec, agree_on_program, agree_on_specs, 
 from pipeline.runtime.stage import StageModule, StageRunner, Tensors
 from pipeline.runtime.transfers import Transfers
 from pipeline.runtime.weights import Weights
-from pipeline.validator import Matching, validate
+from pipeline.validator import validate
 
 Release = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a program is run.
-
-    Attributes:
-        limit_s: Seconds that a rank waits for another one before it gives up.
-        seed: Of all random numbers that stages draw.
-        matching: How the backend matches messages; found out from it when left out.
-        check: Whether to validate the program first.
-        members: Processes that act as one rank; see `pipeline.runtime.place`.
-    """
-
-    limit_s: float = 60.0
-    seed: int = 0
-    matching: Matching | None = None
-    check: bool = True
-    members: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one run of a program gives on one rank.
-
-    Attributes:
-        losses: By stage and micro-batch, those that were computed here.
-        held_bytes: Bytes held while each action ran, and one more entry for the end.
-    """
-
-    losses: Mapping[tuple[int, int], torch.Tensor]
-    held_bytes: tuple[int, ...]
 
 
 class Runner:
@@ -105,6 +74,7 @@ class Runner:
         self.runs = 0
         self.specs: tuple[StageSpec, ...] = ()
         self._fits(stages)
+        refuse_impossible(program.ranks[self.rank], stages)
         if options.check:
             validate(program)
         agree_on_program(program)
@@ -112,7 +82,9 @@ class Runner:
         channels = Channels(program, place, matching=matching, limit_s=options.limit_s)
         self._replicas = Replicas(self.layout, place, options.limit_s)
         self.stages = {
-            s: StageRunner(Weights(stage.module, stage.optimizer), partial(self._random, s), self.device)
+            s: StageRunner(
+                Weights(stage.module, stage.optimizer, options.limit_s), partial(self._random, s), self.device
+            )
             for s, stage in stages.items()
         }
         self._actions = program.ranks[self.rank]

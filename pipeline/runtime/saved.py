@@ -20,9 +20,9 @@ from types import MappingProxyType
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from pipeline.runtime.errors import InPlaceError, RunError
+from pipeline.runtime.storages import as_bytes
 
 SPARSE_USE = 0.5
 """A storage of which less than this is used is replaced by a copy of what is."""
@@ -206,22 +206,6 @@ class Saved:
         storage = _here(view.slot)
         tensor = torch.empty(0, dtype=view.dtype, device=storage.device)
         return tensor.set_(storage, view.offset, view.size, view.stride)
-
-
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as a tensor of bytes that shares it."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def addresses(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """Addresses of the storages of tensors."""
-    local = (local_tensor(t) for t in tensors)
-    return frozenset(t.untyped_storage().data_ptr() for t in local if t.layout == torch.strided)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a distributed tensor that is here; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _here(slot: _Slot) -> torch.UntypedStorage:

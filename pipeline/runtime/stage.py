@@ -20,8 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeline.runtime.entry import Entry
 from pipeline.runtime.errors import RunError
-from pipeline.runtime.saved import Saved, addresses
+from pipeline.runtime.saved import Saved
 from pipeline.runtime.split import Rest, backward_input, backward_weight
+from pipeline.runtime.storages import addresses
 from pipeline.runtime.weights import Weights
 
 Tensors = tuple[torch.Tensor, ...]

@@ -18,8 +18,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from pipeline.runtime.averaged import Averaged
 from pipeline.runtime.errors import InPlaceError, RunError
-from pipeline.runtime.saved import addresses, local_tensor
+from pipeline.runtime.storages import addresses, local_tensor
 
 
 class Weights:
@@ -31,8 +32,11 @@ class Weights:
             it gave its storage away.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, limit_s: float = 60.0
+    ) -> None:
         self.module = module
+        self._averaged = Averaged(module, limit_s)
         self.optimizer = optimizer
         self.parameters = list(module.parameters())
         self.current = 0
@@ -79,9 +83,15 @@ class Weights:
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
         """The module has the weights of a version inside."""
-        if version == self.current:
-            yield
-            return
+        with self._averaged.deferred():
+            if version == self.current:
+                yield
+            else:
+                with self._swapped(version):
+                    yield
+
+    @contextmanager
+    def _swapped(self, version: int) -> Iterator[None]:
         if version not in self._ring:
             raise RunError(f"version {version} of the weights is not here; {list(self.versions)} are.")
         latest = [p.data for p in self.parameters]
@@ -102,6 +112,7 @@ class Weights:
         Args:
             scale: What gradients are multiplied with first.
         """
+        self._averaged.average()
         if scale != 1.0:
             for p in self.parameters:
                 if p.grad is not None:

@@ -22,8 +22,9 @@ from pipeline.errors import PipelineError
 from pipeline.runtime import checkpoint
 from pipeline.runtime.job import Job, data_of, job_from_json, program_of, stage_modules
 from pipeline.runtime.launch import announce
+from pipeline.runtime.options import Options
 from pipeline.runtime.progress import Progress
-from pipeline.runtime.runner import Options, Runner
+from pipeline.runtime.runner import Runner
 from pipeline.trainable import make_trainable
 
 

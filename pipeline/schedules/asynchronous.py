@@ -27,7 +27,9 @@ def pipedream(layout: Layout, *, vertical_sync: bool = False) -> Program:
     Args:
         layout: One stage a rank, one micro-batch size.
         vertical_sync: Every stage uses the version that the input stage had when the micro-batch entered,
-            instead of its own latest one. Needs the same number of replicas everywhere.
+            instead of its own latest one. Needs the same number of replicas everywhere. Stage s of p then
+            keeps p versions, where stashing alone keeps p - s: late stages make versions long before the
+            micro-batches that use them arrive, and each version is used by some micro-batch.
 
     Source: PipeDream, sections 2.4.2 and 2.4.3.
     """

@@ -5,10 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.actions import (
-    COMPUTE_KINDS,
-    MESSAGE_KINDS,
-    TRANSFER_KINDS,
-    WEIGHT_KINDS,
     Compute,
     Kind,
     Message,
@@ -18,6 +14,13 @@ from pipeline.actions import (
     parse_action,
 )
 from pipeline.errors import ProgramError
+
+COMPUTE_KINDS = frozenset(
+    {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE}
+)
+MESSAGE_KINDS = frozenset({Kind.SEND, Kind.RECEIVE})
+TRANSFER_KINDS = frozenset({Kind.EVICT, Kind.ACCEPT, Kind.LOAD, Kind.RETURN})
+WEIGHT_KINDS = frozenset({Kind.STASH, Kind.REDUCE, Kind.UPDATE})
 
 number = st.integers(0, 10**6)
 

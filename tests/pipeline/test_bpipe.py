@@ -139,6 +139,43 @@ def test_no_choice_of_transfers_needs_fewer(p, m):
         assert ours == fewest_evictions(spans[s], balanced_capacity(p), 1.0)
 
 
+def furthest_in_the_future(actions, places: int) -> int:
+    """Evictions of the policy that, whenever a place is needed, evicts what is used last.
+
+    It moves things in no time: who moves them beside computation needs one more place, for what is under way.
+    """
+    order = [a for a in actions if isinstance(a, Compute)]
+    use = {(a.stage, a.micro_batch): i for i, a in enumerate(order) if a.kind is Kind.BACKWARD}
+    here: set[tuple[int, int]] = set()
+    count = 0
+    for a in order:
+        item = a.stage, a.micro_batch
+        if item not in here and len(here) == places:
+            here.discard(max(here, key=use.__getitem__))
+            count += 1
+        here.add(item)
+        if a.kind is Kind.BACKWARD:
+            here.discard(item)
+    return count
+
+
+@pytest.mark.parametrize("p", range(4, 33))
+def test_the_optimal_replacement_policy_needs_no_fewer_transfers(p):
+    some = {p, p + 3, 2 * p, 3 * p + 1}
+    for m in range(p, 3 * p + 2) if p < 9 else some:
+        before = one_f_one_b(chain(m, [1] * p))
+        for r, ours in enumerate(evictions(bpipe(before))):
+            assert ours <= furthest_in_the_future(before.ranks[r], balanced_capacity(p) - 1)
+
+
+@pytest.mark.parametrize("p", range(2, 13))
+def test_nor_does_it_for_interleaved_stages(p):
+    for v, m in ((2, p), (2, 2 * p), (3, 2 * p), (4, 3 * p)):
+        before = interleaved(p, m, v)
+        for r, ours in enumerate(evictions(bpipe(before))):
+            assert ours <= furthest_in_the_future(before.ranks[r], balanced_capacity(p, v) - 1)
+
+
 @pytest.mark.parametrize(("p", "v"), [(4, 2)])
 def test_no_choice_of_transfers_needs_fewer_when_interleaved(p, v):
     spans = timeline(interleaved(p, 2 * p, v), unit_durations(v))

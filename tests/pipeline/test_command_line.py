@@ -3,13 +3,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli import COMMANDS, main
+from pipeline.compile import compile_plan
 from pipeline.plans import plan_from_json, read_plan, write_plan
 from pipeline.program import parse_program
+from pipeline.torch_text import to_torch
 
 DATA = Path(__file__).parent / "data"
 PROFILES = str(DATA / "profiles.json")
@@ -126,6 +129,20 @@ def test_an_invalid_program_is_reported_line_by_line(plan_file, tmp_path, capsys
     assert "error: the program is not valid" in err
 
 
+def test_a_plan_that_torch_can_express_is_written_for_it(plan_file, tmp_path, capsys):
+    out = str(tmp_path / "schedule.csv")
+    status, _, err = run(capsys, "validate", plan_file, "--torch", out)
+    assert status == 2
+    assert "error: torch" in err  # it knows no schedule without a flush
+    flushing = read_plan(plan_file)
+    stages = tuple(replace(stage, replicas=1, devices=()) for stage in flushing.stages)
+    flushing = replace(flushing, schedule="1f1b", weight_mode="flush", stages=stages)
+    write_plan(flushing, plan_file)
+    assert run(capsys, "validate", plan_file, "--torch", out)[0] == 0
+    rows = [line.split(",") for line in Path(out).read_text().splitlines()]
+    assert rows == to_torch(compile_plan(flushing))
+
+
 def test_a_memory_bound_is_checked(plan_file, capsys):
     assert run(capsys, "validate", plan_file, "--memory", "1e12")[0] == 0
     status, out, _ = run(capsys, "validate", plan_file, "--memory", "1e6")
@@ -179,6 +196,17 @@ MACHINES = ["--machines", "4", "--bandwidth", "1e9"]
         (["plan", "--profile", "nowhere.json", *MACHINES], "cannot read the profile nowhere.json"),
         (["plan", *VGG, *MACHINES, "--cost-model", "magic"], "one of paper, original"),
         (["plan", *VGG, *MACHINES, "--chunks", "2"], "--chunks is an option of the planner ptdp"),
+        (
+            ["plan", *VGG, *MACHINES, "--shard-optimizer"],
+            "--shard-optimizer is an option of the planner ptdp",
+        ),
+        (
+            [
+                *["plan", *MACHINES, "--planner", "ptdp", "--batch", "8", "--transformer", "gpt3-13b"],
+                *["--shard-optimizer", "--state-bytes", "8"],
+            ],
+            "weight and sharded optimizer need 14",
+        ),
         (["plan", *VGG, *MACHINES, "--planner", "2bw"], "needs --batch"),
         (["plan", *VGG, *MACHINES, "--planner", "2bw", "--batch", "8"], "no chain of blocks"),
         (["plan", *MACHINES, "--planner", "ptdp", "--batch", "8"], "needs --transformer"),

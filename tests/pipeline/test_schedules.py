@@ -100,13 +100,35 @@ def test_zbv_leaves_half_a_unit_a_rank_and_balances_what_ranks_hold(p):
         assert held(program) == (min(2 * p, 2 * m),) * p
 
 
+def fewest_versions(program: Program) -> tuple[int, ...]:
+    """The most versions on each rank that exist at a time and are still to be used, or are the latest."""
+    result = []
+    for actions in program.ranks:
+        last = {a.version: i for i, a in enumerate(actions) if isinstance(a, Compute)}
+        latest, most = 0, 1
+        for i, a in enumerate(actions):
+            if isinstance(a, Weights) and a.kind is Kind.UPDATE:
+                latest = a.version
+            most = max(most, len({latest} | {v for v, n in last.items() if v <= latest and n >= i}))
+        result.append(most)
+    return tuple(result)
+
+
 def test_a_pipeline_that_never_flushes_keeps_the_held_versions_published():
     layout = chain(16, [1] * 4)
     assert versions_held(pipedream(layout)) == (4, 3, 2, 1)
     assert versions_held(two_bw(layout, 4)) == (2, 2, 2, 2)
-    # Vertical sync uses at every stage what the input stage has: the latest stages wait longest for their
-    # turn, so that all of them keep as many as the first.
-    assert versions_held(pipedream(layout, vertical_sync=True)) == (4, 4, 4, 4)
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_vertical_sync_needs_as_many_versions_at_every_stage_as_at_the_first(p):
+    """Input t uses version t-p+1 everywhere, and stage s has made version t-p+s+1 when t comes there: those
+    between are for the inputs behind t, one version for each, so that none can be dropped earlier.
+    """
+    layout = chain(3 * p, [1] * p)
+    program = pipedream(layout, vertical_sync=True)
+    assert versions_held(program) == fewest_versions(program) == (p,) * p
+    assert versions_held(pipedream(layout)) == fewest_versions(pipedream(layout)) == tuple(range(p, 0, -1))
 
 
 @pytest.mark.parametrize("p", range(1, 9))

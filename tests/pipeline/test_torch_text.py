@@ -7,6 +7,9 @@ import pytest
 
 from pipeline.errors import ProgramError
 from pipeline.memory import MICRO_BATCHES, peaks
+from pipeline.passes import add_communication
+from pipeline.program import chain
+from pipeline.schedules import one_f_one_b
 from pipeline.timeline import makespan, timeline, unit_durations
 from pipeline.torch_text import from_torch, to_torch
 from pipeline.validator import check
@@ -52,16 +55,31 @@ def test_programs_that_torch_has_lowered_are_accepted_by_tags_and_in_order(entry
 def test_what_torch_can_express_survives_its_text(name):
     program = PROGRAMS[name]()
     again = from_torch(to_torch(program))
-    assert not check(again)
+    assert not check(again, matching="tags")
+    assert not check(again, matching="fifo")
     assert to_torch(again) == to_torch(program)
 
 
 @pytest.mark.parametrize(
-    "name", ["bpipe", "1f1b, recomputed", "pipedream", "1f1b, diamond", "1f1b, two replicas"]
+    ("name", "message"),
+    [
+        ("bpipe", "rank 0: torch has no word for EVICT"),
+        ("1f1b, recomputed", "rank 0: torch has no word for RC"),
+        ("pipedream", "torch runs one batch; stage 0 has an update every 1 samples"),
+        ("1f1b, diamond", "torch runs chains of stages"),
+        ("1f1b, two replicas", "torch has no replicas in a schedule; stage 0 is on ranks"),
+        ("1f1b, unequal sizes", "torch has one micro-batch size; stage 1 has 2 and stage 0 4"),
+    ],
 )
-def test_what_torch_has_no_word_for_is_refused(name):
-    with pytest.raises(ProgramError, match=r"torch (has no word for|runs chains)"):
+def test_what_torch_has_no_word_for_is_refused(name, message):
+    with pytest.raises(ProgramError, match=message):
         to_torch(PROGRAMS[name]())
+
+
+def test_micro_batches_of_several_samples_are_numbered_for_torch():
+    single = PROGRAMS["1f1b"]()
+    program = add_communication(one_f_one_b(chain(6, [1, 1, 1, 1], sizes=[3, 3, 3, 3])))
+    assert to_torch(program) == to_torch(single)
 
 
 def test_messages_read_as_torch_writes_them():

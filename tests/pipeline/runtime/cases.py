@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.actions import Action
-from pipeline.program import parse_program
+from pipeline.program import Layout, parse_program
 from pipeline.runtime import Options, Runner, StageModule, checkpoint
 from tests.pipeline.runtime.models import make_data, make_stage
 
@@ -41,6 +41,24 @@ def train_with(
         s: {n: p.detach().numpy() for n, p in stage.module.named_parameters()} for s, stage in stages.items()
     }
     return {"losses": losses, "weights": weights, "held": held, "costs": runner.costs}
+
+
+def train_on_gpu(rank: int, text: str, runs: int, dropout: float) -> dict[str, Any]:
+    """Losses and held bytes of this rank, which computes on a GPU of its own."""
+    program = parse_program(text)
+    layout = program.layout
+    device = torch.device("cuda", rank)
+    stages = {s: make_stage(layout, s, dropout=dropout) for s in layout.hosted(rank)}
+    for stage in stages.values():
+        stage.module.to(device)
+    losses, held = [], []
+    with Runner(program, stages, options=LIMIT, device=device) as runner:
+        for run in range(runs):
+            data = {s: [t.to(device) for t in tensors] for s, tensors in make_data(layout, run).items()}
+            outcome = runner.run(data)
+            losses.append({key: loss.item() for key, loss in outcome.losses.items()})
+            held.append(outcome.held_bytes)
+    return {"losses": losses, "held": held, "costs": runner.costs}
 
 
 def fail_at(rank: int, text: str, failing: int, index: int, how: str) -> str:
@@ -184,19 +202,41 @@ def gradients_of_torch(rank: int, text: str, schedule: str) -> list[Any]:
     from torch.distributed import pipelining  # takes a second to load
 
     layout = parse_program(text).layout
-    data = make_data(layout)
+    stages = torch_stages(layout, rank)
+    kind = getattr(pipelining, schedule)
+    several = len(stages) > 1
+    runner = kind(stages if several else stages[0], layout.micro_batches(0), loss_fn=cross_entropy)
+    return step_of_torch(runner, layout, stages)
+
+
+def gradients_of_export(rank: int, text: str, other: str | None = None) -> list[Any]:
+    """The same from torch's runtime with the order of the program, or that of another one."""
+    from pipeline.torch_schedule import torch_schedule  # takes a second to load
+
+    layout = parse_program(text).layout
+    stages = torch_stages(layout, rank)
+    return step_of_torch(torch_schedule(parse_program(other or text), stages, cross_entropy), layout, stages)
+
+
+def torch_stages(layout: Layout, rank: int) -> list[Any]:
+    """The stages of a rank as torch has them, the loss apart."""
+    from torch.distributed import pipelining
+
     last = len(layout.stages) - 1
     stages = []
     for s in layout.hosted(rank):
         module = make_stage(layout, s, dropout=0.0, tokens=False).module
         whole = nn.Sequential(module.middle, module.head) if s == last else module
         stages.append(pipelining.PipelineStage(whole, s, last + 1, torch.device("cpu")))
-    kind = getattr(pipelining, schedule)
-    several = len(stages) > 1
-    runner = kind(stages if several else stages[0], layout.micro_batches(0), loss_fn=cross_entropy)
+    return stages
+
+
+def step_of_torch(schedule: Any, layout: Layout, stages: list[Any]) -> list[Any]:
+    """Gradients after one batch."""
+    data = make_data(layout)
     inputs = data[0] if any(stage.is_first for stage in stages) else []
-    target = {"target": data[last][0]} if any(stage.is_last for stage in stages) else {}
-    runner.step(*inputs, **target)
+    target = {"target": data[len(layout.stages) - 1][0]} if any(stage.is_last for stage in stages) else {}
+    schedule.step(*inputs, **target)
     return [p.grad.numpy() for stage in stages for p in stage.submod.parameters()]
 
 
@@ -206,11 +246,12 @@ def cross_entropy(logits, targets):
 
 
 def sharded(rank: int, text: str, how: str) -> dict[str, Any]:
-    """Losses and weights when two processes are one rank: parameters sharded, or layers split."""
+    """Losses and weights when two processes are one rank: replicas, parameters sharded, or layers split."""
     from torch.distributed.device_mesh import init_device_mesh  # these take seconds to load
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
 
     program = parse_program(text)
     layout = program.layout
@@ -219,7 +260,9 @@ def sharded(rank: int, text: str, how: str) -> dict[str, Any]:
     stages = {}
     for s in layout.hosted(place):
         module = make_stage(layout, s, dropout=0.0, tokens=False).module
-        if how == "fsdp":
+        if how == "ddp":
+            module = DistributedDataParallel(module, process_group=mesh.get_group())
+        elif how == "fsdp":
             for child in [*module.children(), module]:
                 fully_shard(child, mesh=mesh)
         else:
@@ -233,13 +276,15 @@ def sharded(rank: int, text: str, how: str) -> dict[str, Any]:
                 },
             )
         stages[s] = StageModule(module, torch.optim.SGD(module.parameters(), lr=0.01))
-    # Sharded parameters: each process has samples of its own. Split layers: both have all of them.
-    data = make_data(layout, seed=rank % 2 if how == "fsdp" else 0)
+    # Split layers: both processes have all samples. Otherwise each has samples of its own.
+    data = make_data(layout, seed=0 if how == "tensor parallel" else rank % 2)
     with Runner(program, stages, options=Options(limit_s=20.0, members=2)) as runner:
         outcome = runner.run(data)
     weights = {
         s: {
-            n: p.full_tensor().detach().numpy() if isinstance(p, DTensor) else p.detach().numpy()
+            n.removeprefix("module."): p.full_tensor().detach().numpy()
+            if isinstance(p, DTensor)
+            else p.detach().numpy()
             for n, p in stage.module.named_parameters()
         }
         for s, stage in stages.items()

@@ -31,8 +31,8 @@ class RankFailure(Exception):
 class Pool:
     """Processes that wait for work."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self.members: list[tuple[Any, Connection] | None] = [None] * size
         self.directory = tempfile.TemporaryDirectory()
         self.cases = 0
@@ -43,7 +43,7 @@ class Pool:
         started = [r for r, member in enumerate(self.members) if member is None]
         for rank in started:
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, there), daemon=True)
+            process = context.Process(target=_work, args=(rank, self.size, self.backend, there), daemon=True)
             process.start()
             there.close()
             self.members[rank] = process, here
@@ -99,13 +99,15 @@ class Pool:
         return results
 
 
-def _work(rank: int, size: int, pipe: Connection) -> None:
+def _work(rank: int, size: int, backend: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     from tests.pipeline.runtime import cases
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     pipe.send("ready")
     while True:
         try:
@@ -114,7 +116,7 @@ def _work(rank: int, size: int, pipe: Connection) -> None:
             os._exit(0)
         try:
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=size,

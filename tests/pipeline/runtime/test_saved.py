@@ -9,7 +9,8 @@ from torch import nn
 
 from pipeline.runtime.entry import Entry
 from pipeline.runtime.errors import InPlaceError, RunError
-from pipeline.runtime.saved import Saved, addresses
+from pipeline.runtime.saved import Saved
+from pipeline.runtime.storages import addresses
 
 
 def moved(saved: Saved) -> None:
