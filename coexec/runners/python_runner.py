@@ -12,6 +12,7 @@ matched, so giving up needs no undo: see `fallback`.
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Callable, Hashable
 from types import FrameType
 from typing import Any
@@ -259,10 +260,7 @@ class PythonRunner(TorchFunctionMode):
         agreements = self.skeleton.agreements.get(node.id)
         if not agreements and not alternative.pins:
             return True
-        values = {node.id: numbers}
-        for record in self.iteration.records:
-            if isinstance(record, EventRecord):
-                values[record.node.id] = record.numbers
+        values = ChainMap({node.id: numbers}, self.iteration.numbers())
         if any(not same_number(values[n][slot], value) for n, slot, value in alternative.pins):
             return False
         for origins in agreements or ():

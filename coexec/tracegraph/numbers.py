@@ -150,7 +150,9 @@ def _unify_args(
             NumberOrigin(c.node, c.slot, name)
             for c in candidates
             for name, function in TRANSFORMS.items()
-            if _exactly(function(c.ours), ours) and _exactly(function(c.theirs), theirs)
+            if not (name == "float(x)" and c.ours.__class__ is float)  # that is x
+            and _exactly(function(c.ours), ours)
+            and _exactly(function(c.theirs), theirs)
         )
     if isinstance(ours, complex):
         return ours if repr(ours) == repr(theirs) else _UNEXPLAINED
