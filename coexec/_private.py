@@ -183,7 +183,7 @@ def shapes_without_values(
     """The shapes of the tensors that a call returns, from metadata alone; None if values are needed."""
     mode = FakeTensorMode()
     with torch.no_grad():
-        fake = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), kwargs))
+        fake = tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t.detach()), (tuple(args), kwargs))
         try:
             with mode:
                 returned = function(*fake[0], **fake[1])

@@ -45,6 +45,8 @@ MAX_FALLBACKS, WINDOW = 2, 6
 PATIENCE = 5
 #: Iterations of the dynamic phase before one is traced again: at first, and at most.
 FIRST_RETRY, LAST_RETRY = 20, 1280
+#: Seconds of the dynamic phase for each second that the latest merge took, before one is traced again.
+RETRY_COST = 50
 #: Lost captures before the dynamic phase.
 MAX_LOST = 3
 
@@ -94,7 +96,9 @@ class ProgramState:
     _graph_runner: GraphRunner | None = None
     _table: Table | None = None
     _until_retry: int = 0
-    _retry_after: int = FIRST_RETRY
+    _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
+    _merge_s: float = 0.0
+    _dynamic_s: float = 0.0
 
     @property
     def iteration(self) -> int:
@@ -132,7 +136,9 @@ class ProgramState:
         if self.options.check:
             verify_trace(trace)
         before = self.graph
+        began = time.perf_counter()
         merged = merge([*self.traces, trace])
+        self._merge_s, self._dynamic_s = time.perf_counter() - began, 0.0
         if self.options.check:
             verify_graph(merged)
         covered = before is not None and _shape(before) == _shape(merged)
@@ -151,7 +157,7 @@ class ProgramState:
         self.note(why)
         self.recent = [*self.recent[1 - WINDOW :], True]
         if trace is not None:
-            self.phase = Phase.TRACING
+            self._move_to(Phase.TRACING)
             self.uncovered = 0
             self.traced(trace, None)
         else:
@@ -181,7 +187,7 @@ class ProgramState:
         """A captured tensor is gone: programs that replace it are traced again."""
         why = cause("CX0004", "a tensor that every trace used no longer exists", self.key)
         self.note(why)
-        self.phase = Phase.TRACING
+        self._move_to(Phase.TRACING)
         self.traces, self.graph, self.skeleton = [], None, None
         self.lost += 1
         if self.lost > MAX_LOST:
@@ -189,10 +195,12 @@ class ProgramState:
 
     def tries_tracing(self) -> bool:
         """Whether the next iteration of the dynamic phase is traced, to see if the graph covers it."""
-        return self._retry_after <= LAST_RETRY and self._until_retry <= 0
+        due = self._retry_after <= LAST_RETRY and self._until_retry <= 0
+        return due and self._dynamic_s >= RETRY_COST * self._merge_s
 
-    def ran_dynamically(self, sent: int, waits: Counter[tuple[str, str]]) -> None:
-        """Takes in an iteration of the dynamic phase."""
+    def ran_dynamically(self, sent: int, waits: Counter[tuple[str, str]], seconds: float) -> None:
+        """Takes in an iteration of the dynamic phase, and how long it took."""
+        self._dynamic_s += seconds
         self.sent += sent
         self.waits += waits
         self._until_retry -= 1
@@ -203,6 +211,12 @@ class ProgramState:
         if len(self.causes) < 1000:
             self.causes.append((self.iteration, why))
 
+    def _move_to(self, phase: Phase) -> None:
+        """The next iteration is of another phase, or of the same one."""
+        if phase is not self.phase:
+            log.info("%s: iteration %d: from here on in the %s phase", self.key, self.iteration, phase.value)
+        self.phase = phase
+
     def _go_dynamic(self, why: Cause) -> None:
         """Runs the program call by call until a traced iteration is covered by the graph."""
         if core is None:
@@ -212,7 +226,7 @@ class ProgramState:
         if self.dynamic_cause is None:
             log.info("%s: co-executed call by call: %s", self.key, why)
         self.dynamic_cause = why
-        self.phase = Phase.DYNAMIC
+        self._move_to(Phase.DYNAMIC)
         self.skeleton, self.recent, self.uncovered = None, [], 0
         self._until_retry = self._retry_after
         self._retry_after *= 2
@@ -227,7 +241,7 @@ class ProgramState:
             return
         log.warning("coexec leaves %s to eager execution: %s. %s", self.key, why, why.reason.hint)
         self.eager_cause = why
-        self.phase = Phase.EAGER
+        self._move_to(Phase.EAGER)
         self.traces, self.skeleton = [], None
 
     def _untraceable(self, why: Cause | None) -> None:
@@ -260,7 +274,7 @@ class ProgramState:
         self.skeleton = make_skeleton(graph, program)
         self.dynamic_cause = None
         self.compile_s.append(time.perf_counter() - began)
-        self.phase = Phase.COEXECUTION
+        self._move_to(Phase.COEXECUTION)
 
     def _captured_examples(self, graph: TraceGraph) -> dict[Captured, torch.Tensor]:
         tensors = {Captured(i): self.identities.tensor(uid) for i, uid in enumerate(graph.captured)}

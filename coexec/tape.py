@@ -6,10 +6,11 @@ Out: the step's effects, equal to eager's.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from coexec.dynamic.runner import DynamicRunner
 from coexec.errors import CommitError, TapeError
 from coexec.location import describe
 from coexec.options import Options, options
+from coexec.profile.profile import Profile, active_profile
 from coexec.program_state import Phase, ProgramState
 from coexec.programs import state_of
 from coexec.reasons import Cause, cause
@@ -69,6 +71,7 @@ class GradientTape:
         self._options = options.replaced(executor=executor, mode=mode, synchronous=synchronous, check=check)
         self._key = key
         self._session: _Session | None = None
+        self._profiled: Callable[[str], None] | None = None
         self._entered = False
 
     def __enter__(self) -> GradientTape:
@@ -78,7 +81,10 @@ class GradientTape:
         settle_all()
         if getattr(_active, "depth", 0) == 0 and self._options.mode != "eager":
             frame = sys._getframe(1)
-            self._session = _begin(state_of(frame, self._key, self._options), frame, self._options)
+            state = state_of(frame, self._key, self._options)
+            profile = active_profile()
+            self._profiled = None if profile is None else profile.begin(state)
+            self._session = _begin(state, frame, self._options)
         _active.depth = getattr(_active, "depth", 0) + 1
         return self
 
@@ -91,8 +97,39 @@ class GradientTape:
         _active.depth -= 1
         self._entered = False
         session, self._session = self._session, None
-        if session is not None:
-            session.end(error)
+        profiled, self._profiled = self._profiled, None
+        try:
+            if session is not None:
+                session.end(error)
+        finally:
+            if profiled is not None:
+                profiled("eager" if session is None else session.phase)
+
+    @staticmethod
+    def profile(folder: str | os.PathLike[str] | None = None) -> Profile:
+        """Records when both runners compute and when they wait, in the iterations of a `with` block.
+
+            with coexec.GradientTape.profile("timeline"):
+                for x, y in itertools.islice(loader, 3):
+                    with coexec.GradientTape():
+                        ...
+
+        Args:
+            folder: where `timeline.json` (Chrome trace events; open it in ui.perfetto.dev) and
+                `timeline.png` are written at the end; None writes nothing.
+
+        Returns:
+            A context manager. After its end, its `timeline` has the same, `timeline.summary()` the
+            medians, and `save(folder)` writes the files.
+
+        Raises:
+            TapeError: if an iteration is running: a profile goes around iterations.
+
+        Source: the four kinds of time are those of Terra, figure 3.11.
+        """
+        if getattr(_active, "depth", 0):
+            raise TapeError("profile() goes around iterations, not into one")
+        return Profile(folder)
 
     def gradient(
         self,
@@ -145,6 +182,8 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
 class _Session:
     """What runs between a tape's entry and its exit."""
 
+    phase: str
+
     def __init__(self, state: ProgramState) -> None:
         self.state = state
 
@@ -166,6 +205,8 @@ class _Session:
 
 class _TracingSession(_Session):
     """An iteration of the tracing phase."""
+
+    phase = Phase.TRACING.value
 
     def __init__(self, state: ProgramState, frame: FrameType) -> None:
         super().__init__(state)
@@ -196,6 +237,8 @@ class _TracingSession(_Session):
 class _DynamicSession(_Session):
     """An iteration of the dynamic phase."""
 
+    phase = Phase.DYNAMIC.value
+
     def __init__(self, state: ProgramState, options: Options) -> None:
         super().__init__(state)
         self._began = time.perf_counter()
@@ -219,7 +262,8 @@ class _DynamicSession(_Session):
         self.state.running = False
         self.state.steps["dynamic"] += 1
         self.runner.synchronize()
-        self.state.ran_dynamically(self.state.table.sender.count() - self._sent, self.runner.waits)
+        sent = self.state.table.sender.count() - self._sent
+        self.state.ran_dynamically(sent, self.runner.waits, time.perf_counter() - self._began)
         self._record_times(self._began, self._queue_times, self._queue.times(), self.runner.stall_s)
 
 
@@ -250,6 +294,11 @@ class _CoexecutionSession(_Session):
         self._watch = BlockWatch(self._called)
         enter(self._watch)
         enter(self.runner)
+
+    @property
+    def phase(self) -> str:  # type: ignore[override]  # it is known at the end
+        """What the iteration has become."""
+        return "fallback" if self.runner.fell_back else Phase.COEXECUTION.value
 
     def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Python is about to do something that no torch function shows."""

@@ -101,9 +101,9 @@ def record(
             raise Unrecordable("it returns a tensor twice")
         read = {v for o in mode.operations for v in calls.flat(o.args)}
         was_read = [Input(i) in read for i in repeats(tensors)]
-        if reads_unseen(function, tensors, was_read, mode.operations, values):
+        if reads_unseen(function, tensors, was_read, mode.operations, values, returned):
             raise Unrecordable("it may look at the values of an integer tensor")
-        if _shapes_depend_on_values(function, args, kwargs, tensors, returned):
+        if _shapes_depend_on_values(function, args, kwargs, tensors, returned, mode.operations):
             raise Unrecordable("the shape of what it returns may depend on values")
     except Unrecordable as e:
         return returned, str(e)
@@ -144,12 +144,23 @@ def _shapes_depend_on_values(
     kwargs: dict[str, Any],
     tensors: Sequence[torch.Tensor],
     returned: Any,
+    operations: Sequence[Operation],
 ) -> bool:
     """Whether metadata alone does not tell what is returned; only integers can decide about shapes."""
     if all(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors):
         return False
+    targets = {o.target for o in operations}
+    if targets <= _SHAPED_BY_METADATA:
+        return False
     shapes = [tuple(t.shape) for t in calls.tensors_in(returned)]
-    return shapes_without_values(function, args, kwargs) != shapes
+    if shapes_without_values(function, args, kwargs) != shapes:
+        return True
+    _SHAPED_BY_METADATA.update(targets)
+    return False
+
+
+#: Operations whose shapes were found to follow from metadata, also with integers among the arguments.
+_SHAPED_BY_METADATA: set[torch._ops.OpOverload] = set()
 
 
 class _Operations(TorchDispatchMode):

@@ -89,6 +89,9 @@ class DynamicRunner(TorchFunctionMode):
                     return self._eagerly(function, args, kwargs, "NumPy shares the memory of a tensor")
                 result = variant.recording.result
                 return self._sender.send(variant.native, tensors, numbers, function, key, state, result)
+        if not entry.met:
+            entry.met = True
+            return self._eagerly(function, args, kwargs, "it is new")
         return self._record(entry, function, args, kwargs, tensors, numbers)
 
     def _passive(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,7 +192,7 @@ class DynamicRunner(TorchFunctionMode):
         numbers: list[Number],
     ) -> Any:
         """Runs a call eagerly and records it for the next time."""
-        self.waits[functions.name_of(function), "it is new"] += 1
+        self.waits[functions.name_of(function), "it is recorded"] += 1
         self.synchronize()
         restore = random_state.save(random_state.default_generators())
         differentiable = takes_part_in_autograd(tensors)

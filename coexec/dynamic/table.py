@@ -29,7 +29,7 @@ MAX_VARIANTS = 64
 #: Elements of the arguments of a call up to which Python makes it itself, unless the queue uses them.
 SMALL = 16
 #: Signatures in a table; a program that makes ever new shapes would fill the memory.
-MAX_SIGNATURES = 100_000
+MAX_SIGNATURES = 20_000
 
 
 #: Function, attributes, ambient state, metadata of the tensors, and which of them are one object.
@@ -67,10 +67,12 @@ class Variant:
 class Entry:
     """What is known of a signature: its variants, or why its calls run eagerly each time.
 
-    `handle` names it in the native sender, once there is a variant.
+    `handle` names it in the native sender, once there is a variant. `met` says whether it was met before:
+    what happens only once, as in a loop over ever new shapes, is not worth a recording.
     """
 
     signature: Signature
+    met: bool = False
     handle: int | None = None
     variants: list[Variant] = field(default_factory=list)
     eager: str | None = None

@@ -2,6 +2,7 @@
 
 `aten` runs a program's instructions as they are, one ATen operation after the other. `inductor`
 replaces every block by a compiled library; what it cannot compile runs by `aten`, with the reason.
+`placed` hands stretches of operations to `placement`, which finds the fastest backend for each part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def make_program(
     Args:
         graph: what to execute.
         captured: the captured tensors, as examples.
-        executor: `aten` or `inductor`.
+        executor: `aten`, `inductor` or `placed`.
 
     Returns:
         The program, and why it is `aten`'s although another executor was asked for.
@@ -31,6 +32,10 @@ def make_program(
     """
     if executor == "aten":
         return lower(graph), None
+    if executor == "placed":
+        from coexec.executors.placed import place_blocks
+
+        return place_blocks(lower(graph)), None
     from coexec.executors.inductor import Unsupported, compile_blocks
 
     try:

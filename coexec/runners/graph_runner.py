@@ -52,6 +52,12 @@ class GraphRunner(Protocol):
     def times(self) -> Sequence[float]:
         """Seconds computed and waited, over all iterations."""
 
+    def record_spans(self, on: bool) -> None:
+        """Lets the runner keep when it executes and when it waits, or stops that."""
+
+    def take_spans(self) -> Sequence[tuple[float, float, bool]]:
+        """Begin and end (by `time.perf_counter`) of each execution and wait, and whether it was a wait."""
+
 
 def make_graph_runner() -> GraphRunner:
     """The native GraphRunner, or the interpreted one where it was not built."""

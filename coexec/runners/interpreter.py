@@ -45,6 +45,8 @@ class InterpretedRunner:
         self._condition = threading.Condition()
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._busy_s = self._stall_s = 0.0
+        self._records = False
+        self._spans: list[tuple[float, float, bool]] = []
         self._thread: threading.Thread | None = None
 
     def begin(self, program: Program, captured: Sequence[torch.Tensor], start: bool) -> None:
@@ -126,6 +128,15 @@ class InterpretedRunner:
         """Seconds that the thread has computed and waited, over all iterations."""
         return self._busy_s, self._stall_s
 
+    def record_spans(self, on: bool) -> None:
+        """Lets the thread keep when it executes and when it waits, or stops that."""
+        self._records = on
+
+    def take_spans(self) -> list[tuple[float, float, bool]]:
+        """Begin and end of each execution and wait, and whether it was a wait."""
+        spans, self._spans = self._spans, []
+        return spans
+
     # --- the thread ---
 
     def _run(self) -> None:
@@ -140,14 +151,20 @@ class InterpretedRunner:
         except BaseException as e:
             self._error = e
         self._busy_s += time.perf_counter() - began - (self._stall_s - stalled)
+        self._record(began, False)
         with self._condition:
             self._done.set()
             self._condition.notify_all()
+
+    def _record(self, began: float, waited: bool) -> None:
+        if self._records:
+            self._spans.append((began, time.perf_counter(), waited))
 
     def _receive(self) -> Any:
         began = time.perf_counter()
         message = self._messages.get()
         self._stall_s += time.perf_counter() - began
+        self._record(began, True)
         if self._cancelled:
             raise Cancelled
         return message
@@ -203,6 +220,7 @@ class InterpretedRunner:
             while not (self._committed or self._cancelled):
                 self._condition.wait()
         self._stall_s += time.perf_counter() - began
+        self._record(began, True)
         if self._cancelled:
             raise Cancelled
 

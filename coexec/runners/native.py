@@ -48,6 +48,15 @@ class NativeRunner:
         """Starts an iteration; `captured` are the tensors of `program.captured`, in its order."""
         self.core.begin(encoded(program), list(captured), start)
 
+    def record_spans(self, on: bool) -> None:
+        """Lets the thread keep when it executes and when it waits, or stops that."""
+        self.core.record_spans(on)
+
+    def take_spans(self) -> Sequence[tuple[float, float, bool]]:
+        """Begin and end of each execution and wait, and whether it was a wait."""
+        spans: Sequence[tuple[float, float, bool]] = self.core.take_spans()
+        return spans
+
 
 _cache: dict[int, tuple[Program, Any]] = {}
 

@@ -68,8 +68,7 @@ class _Builder:
         self.ambiguous: set[tuple[object, ...]] = set()  # events whose arguments do not say what they read
         self.captured: dict[int, int] = {}  # uid -> index
         self.drafts: list[_Draft] = []
-        self.graph = nx.DiGraph()
-        self.graph.add_nodes_from((START, END))
+        self.ancestors: dict[int, int] = defaultdict(int)  # the nodes before each node, as bits
         self.children: dict[int, list[int]] = defaultdict(list)
         self.by_event: dict[tuple[object, ...], list[int]] = defaultdict(list)
         self.shared = nx.Graph()
@@ -95,7 +94,7 @@ class _Builder:
             if self._merge_into(candidate, event, path, trace, refs):
                 return candidate
         for candidate in self.by_event[_identity(event)]:
-            if candidate in children or candidate in on_path or nx.has_path(self.graph, candidate, latest):
+            if candidate in children or candidate in on_path or self.ancestors[latest] >> candidate & 1:
                 continue
             if self._merge_into(candidate, event, path, trace, refs):
                 self._connect(latest, candidate)
@@ -172,9 +171,18 @@ class _Builder:
         return id_
 
     def _connect(self, source: int, target: int) -> None:
-        if target not in self.children[source]:
-            self.children[source].append(target)
-            self.graph.add_edge(source, target)
+        if target in self.children[source]:
+            return
+        self.children[source].append(target)
+        if source == START or target == END:
+            return
+        above = self.ancestors[source] | 1 << source
+        reached = [target]
+        while reached:  # most often a new node, with nothing below it
+            node = reached.pop()
+            if node != END and above & ~self.ancestors[node]:
+                self.ancestors[node] |= above
+                reached += self.children[node]
 
     # --- references ---
 
@@ -247,7 +255,8 @@ class _Builder:
                 replace(a, pins=self._pins(seen))
                 for a, seen in zip(draft.alternatives, draft.seen, strict=True)
             ]
-        order = [n for n in nx.lexicographical_topological_sort(self.graph) if n >= 0]
+        graph = nx.DiGraph({n: [t for t in self.children[n] if t != END] for n in range(len(self.drafts))})
+        order = list(nx.lexicographical_topological_sort(graph))
         new_id = {old: new for new, old in enumerate(order)} | {START: START, END: END}
         nodes = tuple(_renumber(self.drafts[old], new_id) for old in order)
         edges = {

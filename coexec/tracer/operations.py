@@ -95,6 +95,7 @@ def reads_unseen(
     was_read: Sequence[bool],
     operations: Sequence[Operation],
     outputs: Container[Value],
+    returned: Any,
 ) -> bool:
     """Whether a call may have looked at the values of integers without any operation.
 
@@ -106,11 +107,13 @@ def reads_unseen(
         tensors: its tensor arguments.
         was_read: for each of them, whether an operation has it as an argument.
         operations: what the dispatcher ran.
-        outputs: the values that the call returned.
+        outputs: the values of the new tensors that the call returned.
+        returned: what it returned; an argument among it was passed on (`cpu()` of what is there).
     """
     if function.__name__ in functions.LOOK_AT_METADATA:
         return False
-    unread = [t for t, read in zip(tensors, was_read, strict=True) if not read]
+    passed_on = {id(t) for t in calls.tensors_in(returned)}
+    unread = [t for t, read in zip(tensors, was_read, strict=True) if not read and id(t) not in passed_on]
     if any(_may_be_lengths(t.dtype, t.device) and t.numel() for t in unread):
         return True
     used = {v for o in operations for v in calls.flat(o.args)}

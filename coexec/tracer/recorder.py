@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
         geometries = (geometry_of(t) for t in calls.tensors_in(returned) if t.layout is torch.strided)
         values = {self._memory.value(g) for g in geometries}
         outputs = {Local(v.operation, v.result) for v in values if isinstance(v, Computed)}
-        return reads_unseen(p.function, p.tensors, was_read, event.operations, outputs)
+        return reads_unseen(p.function, p.tensors, was_read, event.operations, outputs, returned)
 
     def _check_exposed(self) -> None:
         """What Python writes through NumPy no event shows."""

@@ -1,3 +1,4 @@
+import faulthandler
 import functools
 from dataclasses import replace
 
@@ -32,9 +33,14 @@ def leave_all_modes():
     tape._active.depth = 0
 
 
+#: Seconds after which a test hangs: it ends with the stack of every thread instead of never.
+WATCHDOG_S = 600
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Each test starts without programs, on one thread, and leaves global settings as they were."""
+    """Each test starts without programs, on one thread, ends, and leaves global settings as they were."""
+    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
     coexec.reset()
@@ -44,6 +50,7 @@ def _fresh():
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(False)
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

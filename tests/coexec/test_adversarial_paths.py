@@ -212,3 +212,12 @@ def test_more_paths_than_are_worth_it_are_run_call_by_call():
 
     assert report.phase == "dynamic"
     assert report.dynamic_cause.startswith(("CX0116", "CX0117"))
+
+
+def test_an_integer_tensor_that_is_passed_on_is_not_looked_at(compared):
+    def step(s, k, tape):
+        labels = torch.randint(0, 3, (5,))
+        with tape():
+            train(s, F.cross_entropy(s.model(torch.randn(5, 4)), labels.cpu().long().contiguous()))
+
+    assert coexecuted(compared(linear, step, 8), 4)

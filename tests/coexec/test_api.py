@@ -155,7 +155,7 @@ def test_a_program_that_cannot_be_traced_runs_call_by_call_with_a_reason():
 
     assert report.phase == "dynamic"
     assert report.dynamic_cause.startswith("CX0109")
-    assert report.waits[0][0] == "Tensor.untyped_storage"
+    assert "Tensor.untyped_storage" in {name for name, _, _ in report.waits}
 
 
 def test_without_the_native_core_a_program_that_cannot_be_traced_is_left_alone(caplog, monkeypatch):

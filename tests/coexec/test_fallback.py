@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 
@@ -165,3 +166,48 @@ def test_a_tape_at_a_place_that_another_thread_is_in_runs_eagerly():
     assert seen == [[3.0, 3.0]] * 2
     [report] = coexec.explain().programs
     assert [c.id for c in report.causes] == ["CX0119"]
+
+
+def test_putting_back_what_numpy_shares_is_no_write_to_autograd(compared):
+    def step(s, k, tape):
+        x = torch.randn(4, 4)
+        with tape():
+            h = s.model(x)
+            with contextlib.suppress(RuntimeError):
+                x.detach().numpy().copy()
+                if k % 3 == 1:
+                    x @ x[:2]
+            train(s, (x[:, :3] + h).square().mean())
+
+    compared(linear, step, 12)
+
+
+@pytest.mark.filterwarnings("ignore")  # TorchInductor's own
+@pytest.mark.parametrize("executor", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_fails_in_a_block_is_eagers_error_and_training_goes_on(executor):
+    table, optimizer = torch.nn.Embedding(5, 3), None
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+
+    def step(indices):
+        with coexec.GradientTape(executor=executor):
+            loss = table(indices).pow(2).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    for _ in range(6):
+        step(torch.tensor([0, 1, 4]))
+    before = table.weight.detach().clone()
+    with pytest.raises(IndexError, match="out of range"):
+        step(torch.tensor([0, 1, 7]))
+    after = table.weight.detach().clone()
+    for _ in range(3):
+        step(torch.tensor([0, 1, 4]))
+    [report] = coexec.explain().programs
+    [cause] = [c for c in report.causes if c.id == "CX0005"]
+
+    assert torch.equal(before, after)
+    assert cause.where.startswith("test_fallback.py:")
+    assert not torch.equal(after, table.weight)
+    assert report.phase == "co-execution"

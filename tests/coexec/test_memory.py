@@ -1,0 +1,104 @@
+"""Memory is flat over a long run, whatever phase the program is in, and nothing of an iteration is kept."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import coexec
+from bench.programs import PROGRAMS
+from coexec.tracer.recorder import Recorder
+from tests.coexec.test_programs import start_run
+
+WARM_UP, STEPS = 600, 2000
+GROWTH_MB = 12  # what the allocator's free lists may come to
+
+
+def resident_mb():
+    gc.collect()
+    return psutil.Process().memory_info().rss / 1e6
+
+
+def growth_mb(step):
+    for k in range(WARM_UP):
+        step(k)
+    before = resident_mb()
+    for k in range(WARM_UP, STEPS):
+        step(k)
+    return resident_mb() - before
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_a_run_of_digits():
+    run = start_run(PROGRAMS["digits"], "eager", seed=0, preset="tiny")
+
+    def step(k):
+        with run.active():
+            run.training.step(coexec.GradientTape)
+            run.steps += 1
+            run.finish_epoch_if_due()
+
+    assert growth_mb(step) < GROWTH_MB
+
+
+def ragged(model, optimizer, lengths):
+    """A step with a new path for each length, and a fallback now and then."""
+
+    def step(k):
+        x = torch.randn(lengths(k), 16)
+        with coexec.GradientTape():
+            h = model(x)
+            if k % 50 == 49:
+                print(end=str(h.mean().detach())[:0])
+            loss = h.pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lengths", [lambda k: 8 + (k % 40 == 39), lambda k: 1 + k % 23, lambda k: 1 + k % 997]
+)
+def test_memory_is_flat_over_a_run_with_fallbacks_and_shapes_that_vary(lengths, monkeypatch):
+    monkeypatch.setattr("coexec.dynamic.table.MAX_SIGNATURES", 3_000)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64))
+    step = ragged(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), lengths)
+
+    assert growth_mb(step) < GROWTH_MB
+
+
+@pytest.mark.parametrize("mode", ["on the graph", "dynamic"])
+def test_no_frame_and_no_tensor_of_an_iteration_is_kept(mode, request):
+    if mode == "dynamic":
+        request.getfixturevalue("dynamic")
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    references = []
+
+    def step():
+        x = torch.randn(3, 4)
+        with coexec.GradientTape():
+            h = model(x)
+            loss = h.pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        references.append([weakref.ref(t) for t in (x, h, loss)])
+
+    for _ in range(8):
+        step()
+    gc.collect()
+
+    assert all(r() is None for rs in references for r in rs)
+    assert not [o for o in gc.get_objects() if type(o) is Recorder]
+    frames = [o for o in gc.get_objects() if type(o) is types.FrameType]
+    assert not [f for f in frames if f.f_code is step.__code__]
