@@ -9,13 +9,30 @@ from types import ModuleType
 
 import torch
 
-from bench.commands import compare, demo, list_programs, overlap, report, train
+from bench.commands import (
+    cases,
+    compare,
+    coverage,
+    demo,
+    list_programs,
+    overlap,
+    placement,
+    profile,
+    report,
+    speed,
+    train,
+)
 
 COMMANDS: dict[str, ModuleType] = {
     "list": list_programs,
     "train": train,
     "compare": compare,
     "overlap": overlap,
+    "cases": cases,
+    "coverage": coverage,
+    "placement": placement,
+    "speed": speed,
+    "profile": profile,
     "report": report,
     "demo": demo,
 }

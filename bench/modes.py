@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from bench.program import Preset, Program, TapeFactory, Training
 from bench.randomness import RandomState
@@ -72,7 +73,7 @@ def start_run(
     *,
     executor: Executor = "aten",
     seed: int = 0,
-    preset: Preset = "default",
+    preset: Preset = "small",
     synchronous: bool | None = None,
 ) -> Run:
     """Build a run that has not taken a step yet.
@@ -105,13 +106,27 @@ def start_run(
     return Run(program, mode, used, key, training, tape, random)
 
 
+def called_models(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules that a program calls: the model, or the parts of one that only holds models."""
+    return tuple(model.children()) if isinstance(model, nn.ModuleDict) else (model,)
+
+
 def _compile(training: Training) -> None:
-    """Apply torch.compile to the model and to the optimizer's step, in its default mode."""
+    """Apply torch.compile in its default mode."""
     # Eager's random numbers, without which there is nothing to compare; not slower on a CPU.
-    options: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
-    training.model.compile(options=options)
-    for group in training.optimizer.param_groups:
-        # A number would be compiled in: each new learning rate would be a recompilation.
-        group["lr"] = torch.tensor(group["lr"])
-    step = torch.compile(training.optimizer.step, options=options)
-    training.optimizer.step = step  # type: ignore[method-assign, assignment]
+    compile_training(training, {"options": {"fallback_random": True}})
+
+
+def compile_training(training: Training, options: dict[str, Any]) -> None:
+    """Apply torch.compile, with these arguments, to the models and to the optimizers' steps.
+
+    Only the models can be demanded to be one graph: an optimizer's step enters a profiler's context.
+    """
+    for model in called_models(training.model):
+        model.compile(**options)
+    for optimizer in training.optimizers:
+        for group in optimizer.param_groups:
+            # A number would be compiled in: each new learning rate would be a recompilation.
+            group["lr"] = torch.tensor(group["lr"])
+        step = torch.compile(optimizer.step, **options | {"fullgraph": False})
+        optimizer.step = step  # type: ignore[method-assign, assignment]

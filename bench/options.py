@@ -11,18 +11,20 @@ import torch
 from tqdm import tqdm
 
 from bench.modes import EXECUTORS, MODES, Mode
-from bench.program import PRESETS
+from bench.program import PRESETS, missing_packages
 from bench.programs import PROGRAMS
 
 
-def add_program(parser: argparse.ArgumentParser) -> None:
+def add_program(parser: argparse.ArgumentParser, *, record: bool = True) -> None:
     """Add the program's name and what every run of one needs."""
-    parser.add_argument("program", choices=sorted(PROGRAMS), help="what to train (python -m bench list)")
-    add_run(parser)
+    parser.add_argument(
+        "program", type=program_name, choices=sorted(PROGRAMS), help="what to train (python -m bench list)"
+    )
+    add_run(parser, record=record)
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add what every run needs."""
+def add_run(parser: argparse.ArgumentParser, *, record: bool = True) -> None:
+    """Add what every run needs; with `record`, where to write its record."""
     parser.add_argument(
         "--executor",
         choices=EXECUTORS,
@@ -39,11 +41,21 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         help="kernel threads (default: torch's choice, here %(default)s)",
     )
     parser.add_argument(
-        "--preset", choices=PRESETS, default="default", help="size of the program (default: %(default)s)"
+        "--preset", choices=PRESETS, default="small", help="size of the program (default: %(default)s)"
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="write the record here (default: nowhere)"
-    )
+    if record:
+        parser.add_argument(
+            "--out", type=Path, metavar="FILE.json", help="write the record here (default: nowhere)"
+        )
+
+
+def program_name(text: str) -> str:
+    """Parse a program's name, and refuse one that lacks a package; names that don't exist are not refused."""
+    if text in PROGRAMS and (missing := missing_packages(PROGRAMS[text])):
+        raise argparse.ArgumentTypeError(
+            f"{text} needs {', '.join(missing)}: pip install {' '.join(missing)}"
+        )
+    return text
 
 
 def whole(least: int) -> Callable[[str], int]:

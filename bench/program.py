@@ -9,24 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 TapeFactory = Callable[[], AbstractContextManager[Any]]
-Preset = Literal["default", "tiny"]
-PRESETS: tuple[Preset, ...] = ("default", "tiny")
+Preset = Literal["small", "full", "tiny"]
+"""`small` is for a CPU with few cores, `full` for a GPU (and runs on it), `tiny` for tests."""
+PRESETS: tuple[Preset, ...] = ("small", "full", "tiny")
+
+
+def device_of(preset: Preset) -> torch.device:
+    """Return where a preset's model and data belong: `full` runs on the GPU if there is one."""
+    return torch.device("cuda" if preset == "full" and torch.cuda.is_available() else "cpu")
 
 
 class Training(Protocol):
     """One training run with its model, data and position; two runs of one seed take the same steps."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
     steps_per_epoch: int
     logged: list[tuple[int, float]]
     """The losses that the program itself read, as (step, loss)."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained; an `nn.ModuleDict` where it is several models."""
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """What updates the model's parameters."""
 
     def step(self, tape: TapeFactory) -> torch.Tensor:
         """Train on the next batch inside `tape()` and return its loss."""
@@ -48,3 +61,10 @@ class Program:
     """What `Training.evaluate` returns, with its unit."""
     make: Callable[[int, Preset], Training]
     """Seeds the default random generators and builds a run: `make(seed, preset)`."""
+    requires: tuple[str, ...] = ()
+    """Packages that the program needs beside those of `bench`."""
+
+
+def missing_packages(program: Program) -> tuple[str, ...]:
+    """Return which packages that a program needs are not installed."""
+    return tuple(name for name in program.requires if find_spec(name) is None)

@@ -44,6 +44,13 @@ class Result:
     """Further fields of the JSON object."""
 
 
+def result_from_json(fields: dict[str, Any]) -> Result:
+    """Return the result that an object of a record was written from."""
+    names = {field.name for field in dataclasses.fields(Result)} - {"details"}
+    known = {name: value for name, value in fields.items() if name in names}
+    return Result(**known, details={name: value for name, value in fields.items() if name not in names})
+
+
 def write_record(path: Path, command: list[str], results: list[Result]) -> None:
     """Write one record, and make the folder for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +79,7 @@ def environment() -> dict[str, Any]:
         "coexec": _version("coexec"),
         "platform": platform.platform(),
         "device": "cpu",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -40,7 +40,7 @@ def tolerance_of(run: Run) -> float | None:
 
 def snapshot(run: Run, losses: Sequence[float]) -> State:
     """Copy losses, parameters, buffers, gradients, optimizer state and learning rates."""
-    model, optimizer = run.training.model, run.training.optimizer
+    model = run.training.model
     state: State = {"losses": torch.tensor(losses, dtype=torch.float64)}
     names: dict[torch.Tensor, str] = {}
     for name, parameter in model.named_parameters():
@@ -50,10 +50,14 @@ def snapshot(run: Run, losses: Sequence[float]) -> State:
             state[f"gradient {name}"] = parameter.grad
     for name, buffer in model.named_buffers():
         state[f"buffer {name}"] = buffer
-    for owner, values in optimizer.state.items():
-        for key, value in values.items():
-            state[f"optimizer {names[owner]}.{key}"] = torch.as_tensor(value)
-    for index, group in enumerate(optimizer.param_groups):
+    groups = []
+    for optimizer in run.training.optimizers:
+        groups += optimizer.param_groups
+        for owner, values in optimizer.state.items():
+            for key, value in values.items():
+                if value is not None:  # SGD's momentum before its first step
+                    state[f"optimizer {names[owner]}.{key}"] = torch.as_tensor(value)
+    for index, group in enumerate(groups):
         state[f"learning rate {index}"] = torch.as_tensor(group["lr"], dtype=torch.float64)
     return {name: value.detach().clone() for name, value in state.items()}
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import logging
 import os
 import re
@@ -24,12 +25,17 @@ import sys
 import tempfile
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 import coexec
+from bench.commands.coverage import outcome
+from bench.peers import PEERS
+from bench.records import Result, result_from_json
+from bench.tables import markdown_table
 from coexec.reasons import REASONS
 from coexec.tracegraph import verify
 
@@ -155,8 +161,8 @@ def public_api() -> str:
         if isinstance(thing, type):
             parts += [
                 f"#### `{name}.{method}{_signature(function)}`\n\n{_prose(function)}"
-                for method, function in vars(thing).items()
-                if isinstance(function, types.FunctionType)
+                for method in vars(thing)
+                if isinstance(function := getattr(thing, method), types.FunctionType)
                 and not method.startswith("_")
                 and function.__doc__
             ]
@@ -195,17 +201,59 @@ def _first_line(thing: object) -> str:
 
 
 def divergences() -> str:
-    """How many differences from eager contract.md lists, and which."""
-    page = (ROOT / "docs" / "contract.md").read_text()
-    section = re.search(r"^## What is not equal\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
-    titles = re.findall(r"^### (.*)$", section[1] if section else "", re.MULTILINE)
-    names = [f"[{_as_words(t)}](docs/contract.md#{t.lower().replace(' ', '-')})" for t in titles]
-    return f"Known differences from eager, {len(names)} kinds: " + ", ".join(names) + "."
+    """Every known difference from eager: its kind, the claim of its test, and what the test says about it."""
+    kinds = {"silent": "silent", "late": "late", "raised": "an error", "seen": "visible to who looks"}
+    rows = ["| what differs | kind | |", "|---|---|---|"]
+    for kind, test in _known_divergences():
+        claim = test.__name__.removeprefix("test_").replace("_", " ")
+        rows.append(f"| {claim} | {kinds[kind]} | {' '.join((test.__doc__ or '').split())} |")
+    return "\n".join(rows)
 
 
-def _as_words(title: str) -> str:
-    first = title.split()[0]
-    return title if first != first.capitalize() else title[0].lower() + title[1:]
+def divergence_count() -> str:
+    """How many differences from eager are known, by kind."""
+    kinds = Counter(kind for kind, _ in _known_divergences())
+    return (
+        f"Known differences from eager: {kinds.total()}, each"
+        " [shown by a test](tests/test_known_divergences.py) and listed in"
+        f" [docs/limits.md](docs/limits.md#what-differs-from-eager). {kinds['silent']} are silent,"
+        f" {kinds['late']} are late, {kinds['raised']} raise another error, and {kinds['seen']} are visible"
+        " only to a program that looks at how things are done."
+    )
+
+
+def _known_divergences() -> list[tuple[str, Callable[[], None]]]:
+    sys.path.insert(0, str(ROOT))  # tests are no package
+    from tests.test_known_divergences import DIVERGENCES
+
+    sys.path.remove(str(ROOT))
+    found: list[tuple[str, Callable[[], None]]] = DIVERGENCES
+    return found
+
+
+def coverage() -> str:
+    """What came of every case and program with every peer, from the newest records of `bench coverage`."""
+    newest: dict[tuple[str, str], Result] = {}
+    sources = {}
+    records = [json.loads(path.read_text()) for path in (ROOT / "bench" / "results").glob("coverage_*.json")]
+    for record in sorted(records, key=lambda record: str(record["environment"]["date"])):
+        machine = record["environment"]
+        sources[record["command"]] = (
+            f"- `{record['command']}`: {machine['date'][:10]}, torch {machine['torch']}, {machine['cpu']}"
+        )
+        for fields in record["results"]:
+            result = result_from_json(fields)
+            newest[result.program, result.mode] = result
+    columns = [peer for peer in PEERS if any(mode == peer for _, mode in newest)]
+    rows = [
+        [name, *(outcome(newest[name, peer]) if (name, peer) in newest else "" for peer in columns)]
+        for name in dict.fromkeys(program for program, _ in newest)
+    ]
+    counts = ["**equal to eager**"]
+    for peer in columns:
+        tried = [result for (_, mode), result in newest.items() if mode == peer]
+        counts.append(f"**{sum(bool(result.equal) for result in tried)} of {len(tried)}**")
+    return "\n".join([markdown_table(["", *columns], [*rows, counts]), "", *sources.values()])
 
 
 _PARTS: dict[str, Callable[..., str]] = {
@@ -214,11 +262,14 @@ _PARTS: dict[str, Callable[..., str]] = {
     "rules": rules,
     "api": public_api,
     "divergences": divergences,
+    "divergence count": divergence_count,
+    "coverage": coverage,
 }
 
 
 def _generated(match: re.Match[str]) -> str:
-    name, *arguments = match["name"].split()
+    part = match["name"]
+    name, *arguments = [part] if part in _PARTS else part.split()
     return f"{match['begin']}\n{_PARTS[name](*arguments)}\n\n{match['end']}"
 
 

@@ -67,7 +67,7 @@ unless_stamped() {
 install_pins() {
     say "installing the pinned packages (the first time takes minutes)"
     "$python" -m pip install --quiet --disable-pip-version-check \
-        -r requirements/base.txt -r requirements/bench.txt -r requirements/dev.txt ||
+        -r requirements/base.txt -r requirements/bench.txt -r requirements/dev.txt -r requirements/placement.txt ||
         fail "pip could not install the pinned packages of requirements/; see above."
 }
 

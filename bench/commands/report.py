@@ -1,7 +1,7 @@
-"""Print the README's table of results from the records of `compare`.
+"""Print the README's table of results from the records of `speed`, or of `compare`.
 
-Every record of `compare` in the folder gives its rows, the newest of a program and mode, losing rows and
-failures included.
+Every record of the kind in the folder gives its rows, the newest of a program and mode, losing rows and
+failures included. The table of `speed` has geometric means at the bottom, and what they come to below.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.options import say
+from bench.speed.summary import conclusions, speed_rows
 from bench.spread import spread_of
 from bench.tables import markdown_table
 
@@ -37,27 +38,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=RESULTS,
         help="where the records are (default: bench/results)",
     )
+    parser.add_argument(
+        "--of", choices=("speed", "compare"), help="which records (default: speed if there are any)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table, then each machine and command behind it."""
     records = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
-    records = [record for record in records if record["command"].startswith("python -m bench compare")]
-    if not records:
-        say(
-            f"no records of compare in {options.folder};"
-            " python -m bench compare PROGRAM --out FILE.json writes one"
-        )
-        return 1
-    say(report(records))
-    return 0
+    chosen = [options.of] if options.of else ["speed", "compare"]
+    for command in chosen:
+        mine = [r for r in records if r["command"].startswith(f"python -m bench {command} ")]
+        if mine:
+            say(speed_report(mine) if command == "speed" else report(mine))
+            return 0
+    writes = {"speed": "speed --out FILE.json", "compare": "compare PROGRAM --out FILE.json"}
+    say(
+        f"no records of {' or '.join(chosen)} in {options.folder};"
+        f" {' or '.join(f'python -m bench {writes[command]}' for command in chosen)} writes one"
+    )
+    return 1
+
+
+def speed_report(records: list[dict[str, Any]]) -> str:
+    """Return the table of speeds, what they come to, and their sources as Markdown.
+
+    The newest record of a program counts: a speed is a ratio of two medians of one run.
+    """
+    newest: dict[str, dict[str, Any]] = {}
+    for record in _oldest_first(records):
+        for program in dict.fromkeys(result["program"] for result in record["results"]):
+            newest.pop(program, None)  # newer ones come last
+            newest[program] = record
+    results = [r for program, record in newest.items() for r in record["results"] if r["program"] == program]
+    sources = {record["command"]: _source(record) for record in newest.values()}
+    lines = [f"- {line}" for line in conclusions(results)]
+    return "\n".join([markdown_table(*speed_rows(results)), "", *lines, *sources.values()])
 
 
 def report(records: list[dict[str, Any]]) -> str:
     """Return the table and its sources as Markdown."""
     latest: dict[tuple[str, str, str | None], tuple[str, ...]] = {}
     sources: dict[str, str] = {}
-    for record in sorted(records, key=lambda record: str(record["environment"]["date"])):
+    for record in _oldest_first(records):
         eager = next(result for result in record["results"] if result["mode"] == "eager")
         for result in record["results"]:
             latest[result["program"], result["mode"], result["executor"]] = _row(result, eager)
@@ -67,6 +90,10 @@ def report(records: list[dict[str, Any]]) -> str:
         for key in sorted(latest, key=lambda key: (key[0], key[1] != "eager", key[1], key[2] or ""))
     ]
     return "\n".join([markdown_table(HEAD, rows), "", *sources.values()])
+
+
+def _oldest_first(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(records, key=lambda record: str(record["environment"]["date"]))
 
 
 def _row(result: dict[str, Any], eager: dict[str, Any]) -> tuple[str, ...]:

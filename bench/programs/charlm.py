@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench.program import Preset, Program, TapeFactory
+from bench.program import Preset, Program, TapeFactory, device_of
 from bench.randomness import seed_everything
 
 VOCABULARY = 256
@@ -47,7 +47,8 @@ class Config:
 
 
 CONFIGS: dict[Preset, Config] = {
-    "default": Config(blocks=3, width=96, heads=4, context=64, batch_size=8),
+    "small": Config(blocks=3, width=96, heads=4, context=64, batch_size=8),
+    "full": Config(blocks=12, width=768, heads=12, context=256, batch_size=32),
     "tiny": Config(blocks=1, width=32, heads=2, context=16, batch_size=4),
 }
 
@@ -111,7 +112,7 @@ class CharLM(nn.Module):
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Return the logits, of shape BTV."""
-        positions_T = torch.arange(tokens_BT.shape[1])
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.dropout(self.tokens(tokens_BT) + self.positions(positions_T))
         for block in self.blocks:
             x_BTD = block(x_BTD)
@@ -122,14 +123,15 @@ class CharLM(nn.Module):
 class CharLMTraining:
     """AdamW with gradient clipping; logs its loss every 10 steps."""
 
-    def __init__(self, config: Config, steps_per_epoch: int) -> None:
-        text = read_text()
+    def __init__(self, config: Config, device: torch.device, steps_per_epoch: int) -> None:
+        text = read_text().to(device)
         test_bytes = int(len(text) * TEST_SHARE)
         self.train_text, self.test_text = text[:-test_bytes], text[-test_bytes:]
         self.config = config
         self.steps_per_epoch = steps_per_epoch
-        self.model: nn.Module = CharLM(config)
+        self.model: nn.Module = CharLM(config).to(device)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizers = (self.optimizer,)
         self.logged: list[tuple[int, float]] = []
         self.steps = 0
 
@@ -167,7 +169,7 @@ class CharLMTraining:
         return torch.stack(losses).mean().item()
 
     def _batch(self, text: torch.Tensor, starts_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        windows = text[starts_B[:, None] + torch.arange(self.config.context + 1)]
+        windows = text[(starts_B[:, None] + torch.arange(self.config.context + 1)).to(text.device)]
         return windows[:, :-1], windows[:, 1:]
 
 
@@ -181,7 +183,7 @@ def read_text() -> torch.Tensor:
 def make(seed: int, preset: Preset) -> CharLMTraining:
     """Seed the default generators and build a run."""
     seed_everything(seed)
-    return CharLMTraining(CONFIGS[preset], steps_per_epoch=100)
+    return CharLMTraining(CONFIGS[preset], device_of(preset), steps_per_epoch=100)
 
 
 PROGRAM = Program(

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from bench.program import Preset, Program, TapeFactory
+from bench.program import Preset, Program, TapeFactory, device_of
 from bench.randomness import seed_everything
 
 TEST_IMAGES = 360
@@ -28,7 +28,11 @@ class Config:
     batch_size: int
 
 
-CONFIGS: dict[Preset, Config] = {"default": Config(channels=32, batch_size=64), "tiny": Config(8, 32)}
+CONFIGS: dict[Preset, Config] = {
+    "small": Config(channels=32, batch_size=64),
+    "full": Config(channels=128, batch_size=256),
+    "tiny": Config(channels=8, batch_size=32),
+}
 
 
 class Net(nn.Module):
@@ -62,10 +66,10 @@ class Net(nn.Module):
 class DigitsTraining:
     """Adam with a learning rate that falls each epoch; logs its loss every 10 steps."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, device: torch.device) -> None:
         images_NHW, labels_N = load_digits(return_X_y=True)
-        images = torch.tensor(images_NHW, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-        labels = torch.tensor(labels_N)
+        images = torch.tensor(images_NHW, dtype=torch.float32, device=device).reshape(-1, 1, 8, 8) / 16
+        labels = torch.tensor(labels_N, device=device)
         # The split is part of the program, not of a run: it is the same for every seed.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
@@ -74,8 +78,9 @@ class DigitsTraining:
 
         self.batch_size = config.batch_size
         self.steps_per_epoch = len(train) // config.batch_size
-        self.model: nn.Module = Net(config.channels)
+        self.model: nn.Module = Net(config.channels).to(device)
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
+        self.optimizers = (self.optimizer,)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.85)
         self.logged: list[tuple[int, float]] = []
         self.steps = 0
@@ -116,7 +121,7 @@ class DigitsTraining:
 def make(seed: int, preset: Preset) -> DigitsTraining:
     """Seed the default generators and build a run."""
     seed_everything(seed)
-    return DigitsTraining(CONFIGS[preset])
+    return DigitsTraining(CONFIGS[preset], device_of(preset))
 
 
 PROGRAM = Program(

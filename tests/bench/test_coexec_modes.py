@@ -3,10 +3,9 @@ import json
 import pytest
 
 from bench.cli import main
-from bench.programs import PROGRAMS
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", ["digits", "charlm"])
 def test_coexec_and_lazy_equal_eager_bit_for_bit_and_are_explained(program, tmp_path):
     out = tmp_path / "compare.json"
     modes = ["--modes", "coexec,lazy"]

@@ -6,6 +6,7 @@ import pytest
 
 from bench.cli import COMMANDS, main
 from bench.commands import overlap
+from bench.programs import PROGRAMS
 from bench.records import Result, record
 
 REQUIRED = {
@@ -55,7 +56,7 @@ def test_it_runs_as_a_module():
         stdin=subprocess.DEVNULL,
     )
 
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["program", "digits", "charlm"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["program", *PROGRAMS]
     assert done.stderr == ""
 
 

@@ -4,12 +4,24 @@ import pytest
 import torch
 
 from bench.modes import start_run
-from bench.program import PRESETS
+from bench.program import PRESETS, missing_packages
 from bench.programs import PROGRAMS
 from bench.programs.charlm import read_text
 from bench.state import compare_runs
 
-EACH_PROGRAM = pytest.mark.parametrize("program", PROGRAMS.values(), ids=lambda program: program.name)
+EACH_PROGRAM = pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            program,
+            id=program.name,
+            marks=pytest.mark.skipif(
+                bool(missing_packages(program)), reason=f"needs {', '.join(program.requires)}"
+            ),
+        )
+        for program in PROGRAMS.values()
+    ],
+)
 
 
 def train(run, steps):
@@ -26,9 +38,9 @@ def train(run, steps):
 def test_a_program_learns(program):
     run = start_run(program, "eager", preset="tiny")
 
-    losses = train(run, 60)
+    losses = train(run, 100)
 
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert sum(losses[-20:]) < 0.92 * sum(losses[:20])
 
 
 @EACH_PROGRAM
@@ -85,6 +97,8 @@ def test_evaluation_changes_nothing_that_training_sees(program):
 @EACH_PROGRAM
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_takes_a_step(program, preset):
+    if preset == "full" and not torch.cuda.is_available():
+        pytest.skip("the full preset is for a GPU")
     loss = program.make(0, preset).step(contextlib.nullcontext)
 
     assert torch.isfinite(loss)

@@ -1,0 +1,7 @@
+from tests.coexec.conftest import _fresh, use_runner  # noqa: F401  the same fixtures
+from tests.fuzz.check import tally
+
+
+def pytest_terminal_summary(terminalreporter):
+    if tally.programs:
+        terminalreporter.write_line(f"fuzzing: {tally}")
