@@ -1,0 +1,272 @@
+"""optimize() from end to end: results, promises, options, errors, files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import placement
+from placement.backends.aten import Aten
+from placement.backends.base import Backend
+from placement.backends.inductor import Inductor
+from placement.backends.prepacked import ChannelsLast, Prepacked
+from placement.measuring.log import CostLog
+from placement.placements import Placement
+from placement.registry import Registry
+from tests.placement.graphs import Attention, Block, TwoOutputs, seeded
+
+
+def registry(*more: Backend) -> Registry:
+    return Registry([Aten(), ChannelsLast(), Prepacked(), *more])
+
+
+@pytest.fixture
+def block():
+    return seeded(Block()), (torch.randn(1, 16, 8, 8),)
+
+
+def test_the_result_is_called_as_the_model_and_equals_it(quick):
+    model = seeded(TwoOutputs())
+    index, y = torch.tensor([3, 1]), torch.randn(2, 8)
+    placed = placement.optimize(model, (index, y), registry=registry(Inductor()), protocol=quick, level="op")
+    expected = model(index, y)
+    for result in (placed(index, y), placed(index, y=y)):
+        assert result.keys() == expected.keys()
+        torch.testing.assert_close(result["sum"], expected["sum"])
+        torch.testing.assert_close(result["out"], expected["out"])
+
+
+def test_without_any_optional_backend_aten_and_inductor_do_it(quick, block):
+    model, examples = block
+    found = Registry([Aten(), Inductor()])
+    placed = placement.optimize(model, examples, registry=found, protocol=quick, level="op")
+    torch.testing.assert_close(placed(*examples), model(*examples), rtol=1e-4, atol=1e-4)
+    assert set(placed.report().measured) >= {"op-level", "single aten", "single inductor"}
+
+
+def test_nothing_measured_in_the_end_is_faster_than_what_is_returned(quick, block):
+    model, examples = block
+    report = placement.optimize(model, examples, registry=registry(), protocol=quick, level="op").report()
+    assert report.measured_s == min(m.cost_s for m in report.measured.values())
+    assert {"single aten", "single aten-channels-last", "single aten-prepacked"} <= set(report.measured)
+
+
+def test_a_second_search_takes_its_costs_from_the_log(quick, block, log_path):
+    model, examples = block
+    first = placement.optimize(model, examples, registry=registry(), protocol=quick, level="op")
+    assert first.report().times.measured > 0
+    assert log_path.exists()
+    again = placement.optimize(model, examples, registry=registry(), protocol=quick, level="op")
+    assert again.report().times.measured == 0
+    assert again.report().times.from_log > 0
+    assert again.report().predicted_s == first.report().predicted_s
+
+
+def test_fuel_limits_how_many_parts_leave_aten(quick, block):
+    model, examples = block
+    log = CostLog(None)
+    options = {"registry": registry(), "protocol": quick, "level": "op", "log": log}
+    for fuel in (0, 1):
+        placed = placement.optimize(model, examples, fuel=fuel, **options)
+        assert sum(p.backend != "aten" for p in placed.placement.parts) <= fuel
+        torch.testing.assert_close(placed(*examples), model(*examples), rtol=1e-4, atol=1e-4)
+    assert "fuel" in str(placed.report())
+
+
+def test_named_backends_are_the_only_ones(quick, block):
+    model, examples = block
+    placed = placement.optimize(
+        model, examples, backends=["aten-prepacked"], registry=registry(), protocol=quick, level="op"
+    )
+    assert set(placed.report().measured) == {
+        "op-level",
+        "graph-level",
+        "single aten",
+        "single aten-prepacked",
+    }
+
+
+def test_the_graph_level_search_runs_within_its_time(quick, block):
+    pytest.importorskip("deap", reason="the graph-level search needs DEAP")
+    model, examples = block
+    report = placement.optimize(model, examples, registry=registry(), protocol=quick, budget_s=20).report()
+    assert report.stopped in ("saturated", "time", "generations")
+    assert report.steps[-1].best <= 1.0
+
+
+def test_without_deap_the_search_ends_at_op_level_and_says_so(quick, block, monkeypatch):
+    from placement import searching
+
+    monkeypatch.setattr(searching, "missing_packages", lambda name: f"{name} is not installed")
+    model, examples = block
+    report = placement.optimize(model, examples, registry=registry(), protocol=quick).report()
+    assert report.stopped == ""
+    assert "there was no graph-level search: deap is not installed" in report.notes
+
+
+def test_a_saved_placement_is_loaded_and_runs(quick, tmp_path, block):
+    model, examples = block
+    placed = placement.optimize(model, examples, registry=registry(), protocol=quick, level="op")
+    placed.save(tmp_path / "block.pt2")
+    loaded = placement.load(tmp_path / "block.pt2", registry=registry())
+    assert loaded.placement == placed.placement
+    torch.testing.assert_close(loaded(*examples), placed(*examples))
+    with pytest.raises(placement.PlacementError, match="no report"):
+        loaded.report()
+    torch.export.save(torch.export.export(model, examples), tmp_path / "plain.pt2")
+    with pytest.raises(placement.PlacementError, match="without a placement"):
+        placement.load(tmp_path / "plain.pt2")
+    with pytest.raises(placement.PlacementError, match="is no placed model"):
+        placement.load(tmp_path / "missing.pt2")
+
+
+def test_a_saved_placement_whose_backend_is_gone_says_so(quick, tmp_path):
+    model, x = seeded(nn.Sequential(nn.Linear(64, 64), nn.ReLU())), torch.randn(64, 64)
+    placed = placement.optimize(model, (x,), registry=registry(), protocol=quick, level="op")
+    graph = placed.captured.graph
+    placed.placement = Placement.single(graph, "aten-prepacked")
+    placed.save(tmp_path / "linear.pt2")
+    with pytest.raises(placement.PlacementError, match="no backend 'aten-prepacked'"):
+        placement.load(tmp_path / "linear.pt2", registry=Registry([Aten()]))
+
+
+def test_a_picture_shows_each_backend(quick, tmp_path, block):
+    pytest.importorskip("matplotlib")
+    model, examples = block
+    placed = placement.optimize(model, examples, registry=registry(), protocol=quick, level="op", fuel=1)
+    placed.draw(tmp_path / "block.svg")
+    assert (tmp_path / "block.svg").read_text().startswith("<?xml")
+    with pytest.raises(placement.PlacementError, match="no suffix for a picture"):
+        placed.draw(tmp_path / "block.nothing")
+
+
+def test_the_report_is_plain_data_too(quick, block):
+    model, examples = block
+    report = placement.optimize(model, examples, registry=registry(), protocol=quick, level="op").report()
+    data = json.loads(json.dumps(report.to_json()))
+    assert data["chosen"] == report.chosen
+    assert sum(row["ops"] for row in data["rows"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget_s": 0}, "budget_s is 0; the search needs a positive number"),
+        ({"budget_s": float("nan")}, "budget_s is nan"),
+        ({"level": "both"}, "level is 'both'"),
+        ({"fuel": -1}, "fuel is -1"),
+        ({"allocator": "mine"}, "allocator is 'mine'"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"backends": ["onnxrunime"]}, "there is no backend 'onnxrunime'"),
+        ({"backends": "aten"}, "must be a list of names"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message, block):
+    model, examples = block
+    with pytest.raises(placement.PlacementError, match=message):
+        placement.optimize(model, examples, **options)
+
+
+def test_a_missing_backend_that_was_asked_for_is_an_error(block):
+    class Absent(Inductor):
+        name = "absent"
+
+        def missing(self):
+            return "absent is not installed (pip install absent)"
+
+    model, examples = block
+    with pytest.raises(placement.PlacementError, match="absent cannot be used here: absent is not installed"):
+        placement.optimize(model, examples, backends=["absent"], registry=registry(Absent()))
+
+
+def test_a_rule_that_raises_is_named(block, quick):
+    class Rule(placement.PatternRule):
+        def op_rule(self, node):
+            return node.attr("no_such_attribute")
+
+    found = registry()
+    found.add_rule("aten-prepacked", Rule())
+    model, examples = block
+    with pytest.raises(placement.PlacementError, match=r"Rule.op_rule raised KeyError"):
+        placement.optimize(model, examples, registry=found, protocol=quick)
+
+
+def test_a_rule_that_explodes_is_a_note_and_the_search_goes_on(quick):
+    class Rule(placement.PatternRule):
+        max_groups = 3
+
+        def op_rule(self, node):
+            return True
+
+        def fusion_rule(self, kind, source, sink):
+            return True
+
+    found = registry()
+    found.add_rule("aten-prepacked", Rule())
+    model, x = seeded(Attention()), torch.randn(1, 4, 32)
+    placed = placement.optimize(model, (x,), registry=found, protocol=quick, level="op")
+    assert any("Rule allows more than 3 subgraphs" in note for note in placed.report().notes)
+
+
+def test_inputs_that_do_not_fit_are_refused_and_strides_are_put_right(quick, block):
+    model, (x,) = block
+    placed = placement.optimize(model, (x,), registry=registry(), protocol=quick, level="op")
+    with pytest.raises(placement.PlacementError, match=r"input 0 is float32\[2, 16, 8, 8\].*optimized for"):
+        placed(torch.randn(2, 16, 8, 8))
+    with pytest.raises(placement.PlacementError, match="float64"):
+        placed(x.double())
+    with pytest.raises(placement.PlacementError, match="nested as"):
+        placed(x, x)
+    with pytest.raises(placement.PlacementError, match="requires gradients"):
+        placed(x.clone().requires_grad_())
+    other = x.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(placed(other), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_operations_is_refused():
+    with pytest.raises(placement.PlacementError, match="no operations to place"):
+        placement.optimize(nn.Identity(), (torch.ones(2),))
+    with pytest.raises(placement.PlacementError, match="must be a tuple of arguments, not a Tensor"):
+        placement.optimize(nn.ReLU(), torch.ones(2))
+
+
+def test_random_operations_stay_on_aten_and_draw_eagers_numbers(quick):
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return torch.relu(x) + torch.rand_like(x)
+
+    x = torch.randn(64)
+    placed = placement.optimize(
+        Noisy(), (x,), registry=Registry([Aten(), Inductor()]), protocol=quick, level="op"
+    )
+    torch.manual_seed(0)
+    expected = Noisy()(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(placed(x), expected)
+
+
+def test_the_public_names_are_these():
+    assert sorted(placement.__all__) == [
+        "Backend",
+        "PatternRule",
+        "Placed",
+        "PlacementError",
+        "Report",
+        "Segment",
+        "Site",
+        "Unsupported",
+        "add_backend_pattern",
+        "add_backend_pattern_rule",
+        "check_path",
+        "constant",
+        "dominates",
+        "is_op",
+        "load",
+        "optimize",
+        "outputs",
+        "register_backend",
+        "wildcard",
+    ]
