@@ -20,7 +20,8 @@ from bench.speed.worker import Steps, Worker, WorkerError
 LEAST_ROUNDS = 3
 ROUNDS_SHARE = 0.3
 """Of a program's time that is kept for its rounds."""
-LEAST_WARM_UP_S = 10.0
+LEAST_WARM_UP_S = 20.0
+"""That a contender gets even when its program's time is up."""
 
 
 @dataclass(frozen=True, slots=True)

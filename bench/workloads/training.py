@@ -33,8 +33,11 @@ def make(program: str, which: int, size: Size, batch: int, seed: int) -> Made:
     backend: Callable[[GraphModule, Sequence[Any]], Any] = partial(captured_graphs, graphs)
     model: Any = training.model
     for part in model.modules():
+        # Modes that draw different numbers can't be compared.
         if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0  # modes that draw different numbers can't be compared
+            part.p = 0.0
+        elif isinstance(getattr(part, "dropout", None), float):
+            setattr(part, "dropout", 0.0)  # noqa: B010 - of a module that hands it on
     model.forward = torch.compile(model.forward, backend=backend, dynamic=False)
     with torch.enable_grad():
         training.step(nullcontext)

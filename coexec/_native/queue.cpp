@@ -68,7 +68,7 @@ std::vector<std::shared_ptr<Value>> Queue::run(
   std::vector<std::shared_ptr<Value>> outputs;
   for (size_t i = 0; i < recorded->outputs.size(); ++i) outputs.push_back(std::make_shared<Value>());
   Item item{std::move(recorded), std::move(operands), std::move(numbers), outputs,
-            at::get_num_threads(), at::sequence_number::peek()};
+            at::get_num_threads(), ThreadState::current_stream(), at::sequence_number::peek()};
   std::vector<Item> done;  // dropped here, where the GIL is held
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -181,6 +181,7 @@ void Queue::loop() {
 
 std::vector<at::Tensor> Queue::execute(const Item& item) {
   if (at::get_num_threads() != item.threads) at::set_num_threads(item.threads);
+  ThreadState::enter(item.stream);
   advance_sequence_to(item.sequence);
   const Recorded& recorded = *item.recorded;
   std::vector<c10::IValue> registers(recorded.register_count);

@@ -61,6 +61,7 @@ class Queue {
     std::vector<c10::IValue> numbers;
     std::vector<std::shared_ptr<Value>> outputs;
     int threads;
+    std::optional<c10::Stream> stream;  // of the accelerator, where there is one
     uint64_t sequence;
   };
 

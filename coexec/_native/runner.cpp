@@ -43,21 +43,27 @@ ThreadState ThreadState::capture() {
   ThreadState state;
   state.num_threads = at::get_num_threads();
   state.float_control = COEXEC_GET_FLOAT_CONTROL() & kFloatModes;
-  if (at::hasCUDA()) {
-    c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-    state.stream = guard.getStream(guard.getDevice());
-  }
+  state.stream = current_stream();
   return state;
+}
+
+std::optional<c10::Stream> ThreadState::current_stream() {
+  if (!at::hasCUDA()) return std::nullopt;
+  c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+  return guard.getStream(guard.getDevice());
+}
+
+void ThreadState::enter(const std::optional<c10::Stream>& stream) {
+  if (!stream) return;
+  c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+  guard.setDevice(stream->device());
+  guard.exchangeStream(*stream);
 }
 
 void ThreadState::apply() const {
   at::set_num_threads(num_threads);
   COEXEC_SET_FLOAT_CONTROL((COEXEC_GET_FLOAT_CONTROL() & ~kFloatModes) | float_control);
-  if (stream) {
-    c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-    guard.setDevice(stream->device());
-    guard.exchangeStream(*stream);
-  }
+  enter(stream);
 }
 
 Runner*& Runner::current() {

@@ -25,6 +25,9 @@ struct ThreadState {
 
   static ThreadState capture();
   void apply() const;
+
+  static std::optional<c10::Stream> current_stream();
+  static void enter(const std::optional<c10::Stream>& stream);
 };
 
 struct Cancelled {};

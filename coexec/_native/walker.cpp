@@ -32,6 +32,7 @@ struct FeedPlan {
 
 struct Alternative {
   std::vector<py::object> bindings;  // interned
+  std::vector<bool> fed_here;        // of each: whether an external tensor is first used as this argument
   std::vector<FeedPlan> feeds;
   int64_t select = -1;
 };
@@ -39,7 +40,7 @@ struct Alternative {
 // Objects of Python that the walker makes and reads.
 struct WalkerNames {
   Names calls;
-  py::object symbol, record, binding, meta;
+  py::object symbol, record, binding, meta, at;
 };
 
 struct Node {
@@ -72,7 +73,12 @@ Node make_node(const py::dict& d) {
   for (const auto& a : d["alternatives"].cast<py::list>()) {
     auto alternative = a.cast<py::dict>();
     Alternative out;
-    for (const auto& b : alternative["bindings"].cast<py::tuple>()) out.bindings.push_back(py::reinterpret_borrow<py::object>(b));
+    for (const auto& b : alternative["bindings"].cast<py::tuple>()) {
+      bool fed = py::hasattr(b, "argument") && b.attr("node").cast<int64_t>() == n.id &&
+                 b.attr("argument").cast<size_t>() == out.bindings.size();
+      out.fed_here.push_back(fed);
+      out.bindings.push_back(py::reinterpret_borrow<py::object>(b));
+    }
     for (const auto& f : alternative["feeds"].cast<std::vector<std::tuple<size_t, bool, bool>>>()) {
       out.feeds.push_back({std::get<0>(f), std::get<1>(f), std::get<2>(f)});
     }
@@ -121,7 +127,7 @@ class Walker {
 
   py::object step(const py::object& function, const py::tuple& args, const py::object& kwargs) {
     py::object not_implemented = py::reinterpret_borrow<py::object>(Py_NotImplemented);
-    auto at = iteration_.attr("at").cast<int64_t>();
+    auto at = py::getattr(iteration_, names_.at).cast<int64_t>();
     auto found = children_.find(at);
     if (found == children_.end()) return not_implemented;
     int64_t location = -2;
@@ -135,7 +141,7 @@ class Walker {
       if (!match_call(args.ptr(), kwargs.ptr(), node.key.ptr(), names_.calls, arguments_)) continue;
       if (!fits(node)) continue;
       for (const Alternative& alternative : node.alternatives) {
-        if (!binds(alternative, node)) continue;
+        if (!binds(alternative)) continue;
         if (exclusive_ && feeds_what_it_writes(alternative)) return not_implemented;
         return take(node, alternative, at);
       }
@@ -190,23 +196,16 @@ class Walker {
     return ambient_matches_[node.ambient.ptr()] = equal(node.ambient.ptr(), ambient_state_.ptr());
   }
 
-  bool binds(const Alternative& alternative, const Node& node) {
+  bool binds(const Alternative& alternative) {
     for (size_t i = 0; i < found_.size(); ++i) {
       PyObject* expected = alternative.bindings[i].ptr();
       if (!found_[i].is_none()) {
         if (!equal(found_[i].ptr(), expected)) return false;
-      } else if (!is_fed_here(expected, node, i)) {
+      } else if (!alternative.fed_here[i]) {  // it is new in this iteration
         return false;
       }
     }
     return true;
-  }
-
-  // An external tensor that is new in this iteration fits where the traces first fed one.
-  bool is_fed_here(PyObject* binding, const Node& node, size_t argument) {
-    if (!PyObject_HasAttrString(binding, "argument")) return false;
-    py::handle fed(binding);
-    return fed.attr("node").cast<int64_t>() == node.id && fed.attr("argument").cast<size_t>() == argument;
   }
 
   static PyObject* lookup(const py::object& dict, PyObject* tensor) {
@@ -254,7 +253,7 @@ class Walker {
       }
     }
     for (PyObject* number : arguments_.numbers) numbers.append(py::handle(number));
-    iteration_.attr("at") = node.id;
+    py::setattr(iteration_, names_.at, py::int_(node.id));
     if (PyList_Append(path_.ptr(), py::int_(node.id).ptr()) < 0) throw py::error_already_set();
     py::object record = names_.record(node.node, node.key, node.ambient, tokens, numbers, node.location);
     if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
@@ -285,7 +284,7 @@ class Walker {
 };
 
 WalkerNames walker_names_from(const py::dict& d) {
-  return {names_from(d), d["Symbol"], d["EventRecord"], py::str("binding"), py::str("meta")};
+  return {names_from(d), d["Symbol"], d["EventRecord"], py::str("binding"), py::str("meta"), py::str("at")};
 }
 
 }  // namespace

@@ -41,6 +41,7 @@ class DynamicRunner(TorchFunctionMode):
         self.stall_s = 0.0
         self._table = table
         self._queue, self._sender = table.queue, table.sender
+        self._step = self._sender.step
         self._suspended = 0
         self._guard = Guard(self._sender.is_symbol, self._bypassed)
         self._guarded = False
@@ -52,6 +53,12 @@ class DynamicRunner(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not self._suspended:
+            answer = self._step(function, args, kwargs)
+            if answer is RUN_NOW:
+                return function(*args, **(kwargs or {}))
+            if answer is not NotImplemented:
+                return answer
         kwargs = kwargs or {}
         if function in functions.PASSIVE:
             return self._passive(function, args, kwargs)
@@ -61,11 +68,6 @@ class DynamicRunner(TorchFunctionMode):
             return function(*args, **kwargs)
         if self._suspended:
             return function(*args, **kwargs)
-        answer = self._sender.step(function, args, kwargs)
-        if answer is RUN_NOW:
-            return function(*args, **kwargs)
-        if answer is not NotImplemented:
-            return answer
         if function in functions.FETCH and function not in functions.SHARES_MEMORY:
             return self._fetch(function, args, kwargs)
         if function in _EAGER:

@@ -81,15 +81,21 @@ class PythonRunner(TorchFunctionMode):
         self.exclusive = exclusive and native and all(is_exclusive(t) for t in bound)
         self.graph_runner.begin(skeleton.program, bound, not lazy)
         self._walker: Any = None
+        self._step: Callable[..., Any] | None = None  # answers what is simple, if there is a walker
         if isinstance(graph_runner, NativeRunner):
             self._walker = skeleton.walker
             self._walker.begin(self.iteration, graph_runner.core, outermost, exclusive)
+            self._step = self._walker.step
 
     # --- torch calls ------------------------------------------------------------------------------
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._step is not None and not self.iteration.exposed:
+            answer = self._step(function, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         kwargs = kwargs or {}
         if self._eager is not None:
             return self._eager(function, args, kwargs, locate(1, self._outermost))
@@ -101,10 +107,6 @@ class PythonRunner(TorchFunctionMode):
             return function(*args, **kwargs)
         if function in functions.INDEXING:
             args = functions.with_index_tensors(args)
-        if self._walker is not None and not self.iteration.exposed:
-            answer = self._walker.step(function, args, kwargs)
-            if answer is not NotImplemented:
-                return answer
         location = locate(1, self._outermost)
         self.iteration.location = location
         try:
@@ -151,7 +153,7 @@ class PythonRunner(TorchFunctionMode):
     def _let_go(self) -> None:
         if self._walker is not None:
             self._walker.end()
-            self._walker = None
+            self._walker = self._step = None
 
     def _bypassed(self, function: Any) -> None:
         self.fall_back(Mismatch("CX0109", f"{function} does not pass through torch functions"))
@@ -498,13 +500,17 @@ class PythonRunner(TorchFunctionMode):
         it.checked = len(it.fed)
         if not program.written:
             return
+        bound: list[tuple[Captured | Fed, torch.Tensor | None]] = [
+            *((self.skeleton.captured[i], it.captured[i]) for i in program.captured),
+            *it.fed.items(),
+        ]
+        storages = [0 if t is None else t.untyped_storage()._cdata for _, t in bound]
+        if len(set(storages)) == len(storages):
+            return
         by_memory: dict[int, list[Captured | Fed]] = {}
-        bound: dict[Captured | Fed, torch.Tensor | None] = {
-            Captured(i): it.captured[i] for i in program.captured
-        }
-        for ref, tensor in (bound | dict(it.fed)).items():
+        for (ref, tensor), storage in zip(bound, storages, strict=True):
             if tensor is not None:
-                by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(ref)
+                by_memory.setdefault(storage, []).append(ref)
         for refs in by_memory.values():
             if len(refs) > 1 and not program.written.isdisjoint(refs):
                 known = any(group.issuperset(refs) for group in self.skeleton.graph.shared)

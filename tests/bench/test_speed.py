@@ -140,6 +140,18 @@ def test_compiled_random_numbers_are_eagers_on_a_cpu_and_the_compilers_own_on_a_
     assert compile_options("compile:max-autotune", cpu)["options"]["max_autotune"]
 
 
+@pytest.mark.slow
+def test_the_graph_breaks_of_an_optimizer_are_counted_apart():
+    worker = Worker(Contender("mlp", "compile:default", None), TINY)
+    worker.take(3, measured=False)
+    worker.take(2, measured=True)
+
+    facts = worker.facts()
+
+    assert facts["graph_breaks"] == 0
+    assert facts["optimizer_graph_breaks"] > 0
+
+
 def test_amp_computes_in_bfloat16_and_returns_float32():
     run = start(Contender("digits", "eager", None), Setup("tiny", 0, 1, amp=True, channels_last=True))
     model = run.training.model
