@@ -71,6 +71,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("committing", &Runner::committing)
       .def("finish", &Runner::finish)
       .def("times", &Runner::times)
+      .def("record_spans", [](Runner& r, bool on) { r.spans().record(on); })
+      .def("take_spans", [](Runner& r) { return r.spans().take(); })
       .def("value", [](Runner& r, int64_t reg) { return torch::jit::toPyObject(r.value(reg)); });
   coexec::bind_location(m);
   coexec::bind_walker(m);

@@ -150,6 +150,7 @@ void Queue::loop() {
       new_thread_state_ = false;
     }
     stall_s_ += seconds_since(began);
+    spans_.add(began, true);
     Item item = std::move(items_.front());
     items_.pop_front();
     bool skip = failed_ >= 0;
@@ -169,6 +170,7 @@ void Queue::loop() {
     }
     lock.lock();
     busy_s_ += seconds_since(t);
+    spans_.add(t, false);
     sequence_ = at::sequence_number::peek();
     if (failed) failed_ = ran_ + 1;
     for (size_t i = 0; i < outputs.size(); ++i) item.outputs[i]->tensor = std::move(outputs[i]);
@@ -233,6 +235,8 @@ void bind_queue(py::module_& m) {
       .def("wait", &Queue::wait)
       .def("drain", &Queue::drain)
       .def("ran", &Queue::ran)
+      .def("record_spans", [](Queue& q, bool on) { q.spans().record(on); })
+      .def("take_spans", [](Queue& q) { return q.spans().take(); })
       .def("times", &Queue::times);
 }
 

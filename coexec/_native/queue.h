@@ -5,6 +5,7 @@
 #include "meta.h"
 #include "program.h"
 #include "runner.h"
+#include "spans.h"
 
 #include <variant>
 
@@ -53,6 +54,7 @@ class Queue {
   int64_t sent() const { return sent_; }              // number of the latest item
   int64_t ran() const { return ran_; }                // number of the latest item that is done
   std::vector<double> times() const { return {busy_s_, stall_s_}; }
+  Spans& spans() { return spans_; }
 
  private:
   struct Item {
@@ -83,6 +85,7 @@ class Queue {
   ThreadState thread_state_;
   bool new_thread_state_ = false;
   double busy_s_ = 0, stall_s_ = 0;
+  Spans spans_;  // of calls, and of the waits between them
   std::thread thread_;
 };
 

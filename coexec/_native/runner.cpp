@@ -219,6 +219,7 @@ c10::IValue Runner::receive() {
     graph_waits_ = false;
   }
   stall_s_ += seconds_since(began);
+  spans_.add(began, true);
   if (cancelled_) throw Cancelled{};
   kept_.push_back(std::move(messages_.front()));
   messages_.pop_front();
@@ -255,6 +256,7 @@ void Runner::loop() {
     }
     std::lock_guard<std::mutex> lock(mutex_);
     busy_s_ += seconds_since(t) - (stall_s_ - stalled);
+    spans_.add(t, false);
     error_ = error;
     state_ = State::Done;
     to_python_.notify_all();
@@ -315,6 +317,7 @@ void Runner::execute() {
           auto t = Clock::now();
           to_graph_.wait(lock, [this] { return cancelled_ || committed_; });
           stall_s_ += seconds_since(t);
+          spans_.add(t, true);
           if (cancelled_) throw Cancelled{};
           committing_ = true;
         }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "program.h"
+#include "spans.h"
 
 #include <c10/core/Stream.h>
 
@@ -49,6 +50,7 @@ class Runner {
   c10::IValue value(int64_t reg) const { return registers_.at(reg); }
   bool committing() const;  // whether deferred calls have begun to run
   std::vector<double> times() const { return {busy_s_, stall_s_}; }
+  Spans& spans() { return spans_; }
 
   c10::IValue receive();                // GraphRunner side: the next message
   void publish(int64_t slot, c10::IValue value);  // GraphRunner side
@@ -83,6 +85,7 @@ class Runner {
   std::vector<c10::IValue> registers_;
   std::vector<const Instruction*> deferred_;
   double busy_s_ = 0, stall_s_ = 0;
+  Spans spans_;  // of executions, and of the waits within
   std::thread thread_;
 };
 

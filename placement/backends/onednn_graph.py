@@ -61,7 +61,7 @@ class OneDNNGraph(Backend):
                 for _ in range(3):
                     lowered(*inputs)
         except Exception as error:
-            raise Unsupported(f"oneDNN Graph: {type(error).__name__}: {str(error)[:300]}") from error
+            raise Unsupported(f"oneDNN Graph: {str(error).splitlines()[-1][:300]}") from error
         finally:
             torch.jit.enable_onednn_fusion(before)
         run: Run = lowered.forward
