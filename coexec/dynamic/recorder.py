@@ -41,7 +41,7 @@ class Recording:
         metas: their metadata.
         result: template of what was returned (see `calls.build`).
         random: whether it draws random numbers.
-        writes: whether it writes to an argument.
+        writes: whether it writes to the memory of an argument.
         shares_memory: whether it writes to an argument, or returns a view of one.
     """
 
@@ -107,8 +107,7 @@ def record(
             raise Unrecordable("the shape of what it returns may depend on values")
     except Unrecordable as e:
         return returned, str(e)
-    writes = any(isinstance(w, Input) for o in mode.operations for w in o.writes)
-    memory = {storage_id(t) for t in tensors}
+    writes = bool(mode.written & mode.memory)
     recording = Recording(
         len(tensors),
         tuple(mode.operations),
@@ -117,7 +116,7 @@ def record(
         result,
         any(o.random for o in mode.operations),
         writes,
-        writes or any(storage_id(t) in memory for t in outputs),
+        writes or any(storage_id(t) in mode.memory for t in outputs),
     )
     return returned, recording
 
@@ -170,6 +169,8 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.failure: str | None = None
+        self.memory = {storage_id(t) for t in tensors}  # of the arguments
+        self.written: set[int] = set()  # memory that operations wrote to
         self._held: list[torch.Tensor] = []  # while they live, their ids are their own
         self._by_object: dict[int, Value] = {}
         self._by_geometry: dict[Geometry, Value | None] = {}
@@ -234,7 +235,9 @@ class _Operations(TorchDispatchMode):
                 raise Unrecordable(f"{function} returns a {type(tensor).__name__}")
             results.append(Result(calls.meta_of(tensor), None))
             self._name(tensor, Local(number, index))
-        writes = [e for p in written_positions(function, encoded) for e in calls.flat(encoded[p])]
+        positions = written_positions(function, encoded)
+        self.written |= {storage_id(t) for p in positions for t in calls.tensors_in(positional[p])}
+        writes = [e for p in positions for e in calls.flat(encoded[p])]
         self.operations.append(
             Operation(
                 function,

@@ -80,6 +80,20 @@ def test_a_value_is_looked_at_after_all_writes_before_it(ran):
     ran(nothing, step, 6)
 
 
+def test_what_is_written_through_a_view_is_written_once(ran):
+    def step(s, k, tape):
+        x = torch.randn(4, 3)
+        with tape():
+            y = x.tanh()
+            y[:, :2], y[:, 2:] = y[:, 1:], y[:, :1]
+            y[1] += 1
+            y.t()[0].mul_(2)
+            print(y.sum().item())
+        return y
+
+    ran(nothing, step, 8)
+
+
 def test_random_numbers_come_in_the_programs_order(ran):
     def step(s, k, tape):
         with tape():
