@@ -41,6 +41,8 @@ at::Tensor Meta::hollow() const {
   return tensor;
 }
 
+bool is_exposed(const at::Tensor& tensor) { return tensor.is_cpu() && !tensor.storage().resizable(); }
+
 std::vector<Meta> metas_of(const py::handle& list) {
   std::vector<Meta> out;
   for (const auto& d : list.cast<py::list>()) out.emplace_back(d.cast<py::dict>());

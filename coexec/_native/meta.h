@@ -24,6 +24,9 @@ struct Meta {
   at::Tensor hollow() const;
 };
 
+// NumPy may know the tensor's memory, and write to it between two calls.
+bool is_exposed(const at::Tensor& tensor);
+
 std::vector<Meta> metas_of(const pybind11::handle& list);
 
 }  // namespace coexec

@@ -1,6 +1,7 @@
 #include "queue.h"
 
 #include "calls.h"
+#include "waiting.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/SequenceNumber.h>
@@ -9,7 +10,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <chrono>
 #include <utility>
 
 namespace py = pybind11;
@@ -18,10 +18,6 @@ using Clock = std::chrono::steady_clock;
 namespace coexec {
 
 namespace {
-
-constexpr int kSpinMicroseconds = 100;
-
-double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
 
 // Autograd runs what was made last first. Threads count what they make each for itself, so a thread
 // that goes on where another one stopped has to count on from there.
@@ -44,6 +40,12 @@ Recorded::Recorded(const py::dict& d)
   }
 }
 
+std::vector<c10::IValue> Recorded::fed(const py::list& given) const {
+  std::vector<c10::IValue> out;
+  for (const FedRegister& n : numbers) out.push_back(transformed(py::object(given[n.slot]).ptr(), n.transform));
+  return out;
+}
+
 Queue::Queue() : thread_([this] { loop(); }) {}
 
 Queue::~Queue() {
@@ -59,8 +61,6 @@ Queue::~Queue() {
 void Queue::begin(bool start) {
   std::lock_guard<std::mutex> lock(mutex_);
   started_ = start;
-  thread_state_ = ThreadState::capture();
-  new_thread_state_ = true;
 }
 
 std::vector<std::shared_ptr<Value>> Queue::run(
@@ -68,7 +68,7 @@ std::vector<std::shared_ptr<Value>> Queue::run(
   std::vector<std::shared_ptr<Value>> outputs;
   for (size_t i = 0; i < recorded->outputs.size(); ++i) outputs.push_back(std::make_shared<Value>());
   Item item{std::move(recorded), std::move(operands), std::move(numbers), outputs,
-            at::get_num_threads(), ThreadState::current_stream(), at::sequence_number::peek()};
+            ThreadState::capture(), at::sequence_number::peek()};
   std::vector<Item> done;  // dropped here, where the GIL is held
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -90,24 +90,11 @@ void Queue::wait_until(Condition condition) {
     started_ = true;
     to_queue_.notify_one();
   }
-  if (!condition()) {
-    lock.unlock();
-    py::gil_scoped_release release;
-    while (true) {
-      lock.lock();
-      python_waits_ = true;
-      bool ready = to_python_.wait_for(lock, std::chrono::milliseconds(50), condition);
-      python_waits_ = false;
-      lock.unlock();
-      if (ready) break;
-      py::gil_scoped_acquire acquire;
-      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    }
-    lock.lock();
-  }
+  wait_in_python(to_python_, lock, condition);
   done.swap(done_);
+  uint64_t sequence = sequence_;
   lock.unlock();
-  advance_sequence_to(sequence_);
+  advance_sequence_to(sequence);
 }
 
 int64_t Queue::take_failure() {
@@ -133,9 +120,8 @@ void Queue::loop() {
   at::init_num_threads();
   while (!stop_) {
     auto began = Clock::now();
-    // Waking a thread costs more than most of the waits here are long: look for a while before sleeping.
     while (sent_.load(std::memory_order_acquire) == ran_.load(std::memory_order_relaxed) && !stop_ &&
-           Clock::now() - began < std::chrono::microseconds(kSpinMicroseconds)) {
+           Clock::now() - began < kSpin) {
       std::this_thread::yield();
     }
     std::unique_lock<std::mutex> lock(mutex_);
@@ -145,10 +131,6 @@ void Queue::loop() {
       sleeping_ = false;
     }
     if (stop_) return;
-    if (new_thread_state_) {
-      thread_state_.apply();
-      new_thread_state_ = false;
-    }
     stall_s_ += seconds_since(began);
     spans_.add(began, true);
     Item item = std::move(items_.front());
@@ -177,13 +159,15 @@ void Queue::loop() {
     item.outputs.clear();
     done_.push_back(std::move(item));
     ran_.fetch_add(1, std::memory_order_release);
-    if (python_waits_) to_python_.notify_all();
+    to_python_.notify_all();
   }
 }
 
 std::vector<at::Tensor> Queue::execute(const Item& item) {
-  if (at::get_num_threads() != item.threads) at::set_num_threads(item.threads);
-  ThreadState::enter(item.stream);
+  if (item.thread_state != thread_state_) {
+    item.thread_state.apply();
+    thread_state_ = item.thread_state;
+  }
   advance_sequence_to(item.sequence);
   const Recorded& recorded = *item.recorded;
   std::vector<c10::IValue> registers(recorded.register_count);
@@ -225,12 +209,7 @@ void bind_queue(py::module_& m) {
       .def("run",
            [](Queue& queue, const std::shared_ptr<Recorded>& recorded, const std::vector<at::Tensor>& tensors,
               const py::list& numbers) {
-             std::vector<Operand> operands(tensors.begin(), tensors.end());
-             std::vector<c10::IValue> fed;
-             for (const FedRegister& n : recorded->numbers) {
-               fed.push_back(transformed(py::object(numbers[n.slot]).ptr(), n.transform));
-             }
-             return queue.run(recorded, std::move(operands), std::move(fed));
+             return queue.run(recorded, {tensors.begin(), tensors.end()}, recorded->fed(numbers));
            })
       .def("wait", &Queue::wait)
       .def("drain", &Queue::drain)

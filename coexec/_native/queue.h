@@ -38,6 +38,9 @@ struct Recorded {
   bool random = false;
 
   explicit Recorded(const pybind11::dict& encoded);
+
+  // The numbers of a call as its operations take them.
+  std::vector<c10::IValue> fed(const pybind11::list& given) const;
 };
 
 class Queue {
@@ -62,8 +65,7 @@ class Queue {
     std::vector<Operand> operands;
     std::vector<c10::IValue> numbers;
     std::vector<std::shared_ptr<Value>> outputs;
-    int threads;
-    std::optional<c10::Stream> stream;  // of the accelerator, where there is one
+    ThreadState thread_state;
     uint64_t sequence;
   };
 
@@ -79,11 +81,10 @@ class Queue {
   std::vector<Item> done_;              // Python drops them: a tensor may own a Python object
   std::atomic<int64_t> sent_{0}, ran_{0};
   std::atomic<bool> stop_{false};
-  bool started_ = true, sleeping_ = false, python_waits_ = false;
+  bool started_ = true, sleeping_ = false;
   int64_t failed_ = -1;
   uint64_t sequence_ = 0;
-  ThreadState thread_state_;
-  bool new_thread_state_ = false;
+  std::optional<ThreadState> thread_state_;  // that the thread is in
   double busy_s_ = 0, stall_s_ = 0;
   Spans spans_;  // of calls, and of the waits between them
   std::thread thread_;

@@ -1,5 +1,7 @@
 #include "runner.h"
 
+#include "waiting.h"
+
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -26,10 +28,6 @@ namespace coexec {
 
 namespace {
 
-double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
-
-constexpr int kSpinMicroseconds = 100;
-
 // Status flags differ from moment to moment; only modes are state.
 constexpr unsigned int kFloatModes = 0xffc0u;
 
@@ -43,27 +41,21 @@ ThreadState ThreadState::capture() {
   ThreadState state;
   state.num_threads = at::get_num_threads();
   state.float_control = COEXEC_GET_FLOAT_CONTROL() & kFloatModes;
-  state.stream = current_stream();
+  if (at::hasCUDA()) {
+    c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    state.stream = guard.getStream(guard.getDevice());
+  }
   return state;
-}
-
-std::optional<c10::Stream> ThreadState::current_stream() {
-  if (!at::hasCUDA()) return std::nullopt;
-  c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-  return guard.getStream(guard.getDevice());
-}
-
-void ThreadState::enter(const std::optional<c10::Stream>& stream) {
-  if (!stream) return;
-  c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-  guard.setDevice(stream->device());
-  guard.exchangeStream(*stream);
 }
 
 void ThreadState::apply() const {
   at::set_num_threads(num_threads);
   COEXEC_SET_FLOAT_CONTROL((COEXEC_GET_FLOAT_CONTROL() & ~kFloatModes) | float_control);
-  enter(stream);
+  if (stream) {
+    c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    guard.setDevice(stream->device());
+    guard.exchangeStream(*stream);
+  }
 }
 
 Runner*& Runner::current() {
@@ -121,28 +113,10 @@ void Runner::send(c10::IValue message) {
   if (graph_waits_) to_graph_.notify_one();
 }
 
-template <typename Condition>
-void Runner::wait_python(std::unique_lock<std::mutex>& lock, Condition condition) {
-  if (condition()) return;
-  lock.unlock();
-  {
-    py::gil_scoped_release release;
-    while (true) {
-      lock.lock();
-      bool ready = to_python_.wait_for(lock, std::chrono::milliseconds(50), condition);
-      lock.unlock();
-      if (ready) break;
-      py::gil_scoped_acquire acquire;
-      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    }
-  }
-  lock.lock();
-}
-
 c10::IValue Runner::fetch(int64_t slot) {
   start();
   std::unique_lock<std::mutex> lock(mutex_);
-  wait_python(lock, [&] { return published_.at(slot).has_value() || state_ == State::Done; });
+  wait_in_python(to_python_, lock, [&] { return published_.at(slot).has_value() || state_ == State::Done; });
   if (!published_[slot]) {
     if (error_) std::rethrow_exception(error_);
     TORCH_CHECK(false, "the GraphRunner ended without publishing the value");
@@ -161,7 +135,7 @@ void Runner::commit() {
 
 void Runner::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
-  wait_python(lock, [this] { return state_ == State::Done; });
+  wait_in_python(to_python_, lock, [this] { return state_ == State::Done; });
   if (error_) std::rethrow_exception(error_);
 }
 
@@ -207,9 +181,8 @@ void Runner::finish() {
 
 c10::IValue Runner::receive() {
   auto began = Clock::now();
-  // Waking a thread costs more than most of the waits here are long: look for a while before sleeping.
   while (available_.load(std::memory_order_acquire) == taken_ && !cancelled_ &&
-         Clock::now() - began < std::chrono::microseconds(kSpinMicroseconds)) {
+         Clock::now() - began < kSpin) {
     std::this_thread::yield();
   }
   std::unique_lock<std::mutex> lock(mutex_);

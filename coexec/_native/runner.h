@@ -27,8 +27,7 @@ struct ThreadState {
   static ThreadState capture();
   void apply() const;
 
-  static std::optional<c10::Stream> current_stream();
-  static void enter(const std::optional<c10::Stream>& stream);
+  bool operator==(const ThreadState&) const = default;
 };
 
 struct Cancelled {};
@@ -63,8 +62,6 @@ class Runner {
   void execute();
   void call(const Instruction& instruction);
   void compiled(const Instruction& instruction);
-  template <typename Condition>
-  void wait_python(std::unique_lock<std::mutex>& lock, Condition condition);
 
   mutable std::mutex mutex_;
   std::condition_variable to_graph_, to_python_;

@@ -65,9 +65,6 @@ at::Tensor copied(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()).copy_(tensor);
 }
 
-// NumPy may know the memory, and write to it between two calls.
-bool is_exposed(const at::Tensor& tensor) { return tensor.is_cpu() && !tensor.storage().resizable(); }
-
 void mix(uint64_t& hash, uint64_t value) { hash = (hash ^ value) * 0x9e3779b97f4a7c15ull + (hash >> 29); }
 
 void mix_tensors(PyObject* value, uint64_t& hash) {
@@ -185,11 +182,7 @@ class Sender {
         roots.push_back(real.storage().unsafeGetStorageImpl());
       }
     }
-    std::vector<c10::IValue> fed;
-    for (const FedRegister& n : recorded->numbers) {
-      fed.push_back(transformed(py::object(numbers[n.slot]).ptr(), n.transform));
-    }
-    auto values = queue_->run(recorded, operands, std::move(fed));
+    auto values = queue_->run(recorded, operands, recorded->fed(numbers));
     int64_t number = queue_->sent();
     for (Root root : roots) {
       Uses& uses = uses_[root];

@@ -168,7 +168,7 @@ class Walker {
         if (!THPVariable_CheckExact(tensor)) return false;
         const at::Tensor& external = THPVariable_Unpack(tensor);
         if (!node.metas[i].fits(external)) return false;
-        if (external.is_cpu() && !external.storage().resizable()) return false;  // NumPy may write to it
+        if (is_exposed(external)) return false;
         PyObject* known = lookup(externals_, tensor);
         found_.push_back(known ? py::reinterpret_borrow<py::object>(known) : py::none());
       }
