@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 STRIKES = 3
 #: Fallbacks among the latest `WINDOW` co-executed iterations before the dynamic phase.
 MAX_FALLBACKS, WINDOW = 2, 6
+#: The same where there is no dynamic phase, and the program would be left alone.
+MAX_FALLBACKS_ALONE, WINDOW_ALONE = 20, 40
 #: Traces in a row that the TraceGraph did not cover before the dynamic phase.
 PATIENCE = 5
 #: Iterations of the dynamic phase before one is traced again: at first, and at most.
@@ -155,7 +157,7 @@ class ProgramState:
     def fell_back(self, why: Cause, trace: Trace | None, why_untraceable: Cause | None) -> None:
         """Takes in a co-executed iteration that became an eager one."""
         self.note(why)
-        self.recent = [*self.recent[1 - WINDOW :], True]
+        self._remember(fell_back=True)
         if trace is not None:
             self._move_to(Phase.TRACING)
             self.uncovered = 0
@@ -164,7 +166,7 @@ class ProgramState:
             self._untraceable(why_untraceable)
         if self.phase in (Phase.DYNAMIC, Phase.EAGER):
             return
-        if sum(self.recent) > MAX_FALLBACKS:
+        if sum(self.recent) > (MAX_FALLBACKS_ALONE if core is None else MAX_FALLBACKS):
             which = f"{sum(self.recent)} of the latest {len(self.recent)} iterations"
             self._go_dynamic(cause("CX0117", which, why.where))
         elif self.phase is Phase.TRACING:
@@ -172,8 +174,12 @@ class ProgramState:
 
     def coexecuted(self) -> None:
         """Takes in a co-executed iteration that was committed."""
-        self.recent = [*self.recent[1 - WINDOW :], False]
+        self._remember(fell_back=False)
         self.strikes = 0
+
+    def _remember(self, *, fell_back: bool) -> None:
+        window = WINDOW_ALONE if core is None else WINDOW
+        self.recent = [*self.recent[1 - window :], fell_back]
 
     def captured_tensors(self) -> list[torch.Tensor | None] | None:
         """The captured tensors of the next iteration; None if one of them is gone."""
@@ -219,8 +225,8 @@ class ProgramState:
 
     def _go_dynamic(self, why: Cause) -> None:
         """Runs the program call by call until a traced iteration is covered by the graph."""
-        if core is None:
-            if why.reason.id != "CX0116" or len(self.traces) >= self.options.max_traces:
+        if core is None:  # one more trace may cover the rest; a program that keeps falling back is left alone
+            if why.reason.id == "CX0117":
                 self.give_up(why)
             return
         if self.dynamic_cause is None:

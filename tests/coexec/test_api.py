@@ -158,6 +158,22 @@ def test_a_program_that_cannot_be_traced_runs_call_by_call_with_a_reason():
     assert "Tensor.untyped_storage" in {name for name, _, _ in report.waits}
 
 
+def test_without_the_native_core_new_paths_now_and_then_do_not_end_co_execution(monkeypatch):
+    monkeypatch.setattr("coexec.program_state.core", None)
+
+    def new_paths(s, k, tape):
+        with tape():
+            x = torch.ones(3) * 2
+            for _ in range(max(0, k - 3) // 2):
+                x = x + 1
+        return x
+
+    report = compare(nothing, new_paths, 14)
+
+    assert report.fallbacks > 2
+    assert report.phase == "co-execution"
+
+
 def test_without_the_native_core_a_program_that_cannot_be_traced_is_left_alone(caplog, monkeypatch):
     monkeypatch.setattr("coexec.program_state.core", None)
 
