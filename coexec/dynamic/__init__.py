@@ -7,14 +7,13 @@ what decides it (function, attributes, numbers, state, metadata of its tensors):
 - a call that was recorded before is sent to a queue whose thread runs its operations, and Python goes
   on with placeholders;
 - any other call waits until the queue is empty, makes every placeholder the real tensor, and runs
-  eagerly; if it can be, it is recorded.
+  eagerly; the second time it is met it is recorded, if it can be.
 
 Nothing is speculated: calls run in the program's order, with autograd, on the program's own tensors. So
 there is nothing to validate, commit or undo, and at each wait the state is exactly eager's.
 
-Modules: `signature` (what decides a call), `recorder` (runs a call and records it), `trial` (a recording
-is used if it does what eager did, down to the autograd graph), `table` (recorded calls), `runner` (the
-function mode).
+Modules: `recorder` (runs a call and records it), `trial` (a recording is used if it does what eager did,
+down to the autograd graph), `table` (recorded calls, by what decides them), `runner` (the function mode).
 
 Source: the division of work between the two runners is Terra's (section 3.1); deferring single calls
 instead of graphs follows PyTorch's lazy tensors (Suhan et al., "LazyTensor", 2021), with placeholders

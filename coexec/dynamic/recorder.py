@@ -22,7 +22,9 @@ from coexec.tracegraph.trace import Input, Local, Operation, Result, TensorMeta,
 from coexec.tracer.memory import Geometry, geometry_of, storage_id
 from coexec.tracer.operations import (
     depends_on_data,
+    encoded,
     frames_between,
+    operation,
     positional_arguments,
     reads_unseen,
     with_dtype,
@@ -198,13 +200,13 @@ class _Operations(TorchDispatchMode):
             try:
                 positional = positional_arguments(function, args, kwargs)
                 self._check(function, positional)
-                encoded = tuple(self._encode(a) for a in positional)
+                values = tuple(encoded(a, self._value) for a in positional)
             except Unrecordable as e:
                 self.failure = str(e)
                 return function(*args, **kwargs)
             returned = function(*args, **kwargs)
             try:
-                self._add(function, positional, encoded, returned)
+                self._add(function, positional, values, returned)
             except Unrecordable as e:
                 self.failure = str(e)
             return returned
@@ -221,9 +223,9 @@ class _Operations(TorchDispatchMode):
         if any(isinstance(a, torch.Generator) for a in positional):
             raise Unrecordable("it is given a generator")
 
-    def _add(self, function: Any, positional: list[Any], encoded: tuple[Any, ...], returned: Any) -> None:
+    def _add(self, function: Any, positional: list[Any], args: tuple[Any, ...], returned: Any) -> None:
         if not any(True for _ in calls.tensors_in(positional)):
-            encoded = with_dtype(function, encoded, returned)
+            args = with_dtype(function, args, returned)
         number = len(self.operations)
         in_place = [r.alias_info is not None and r.alias_info.is_write for r in function._schema.returns]
         results: list[Result | None] = []
@@ -235,33 +237,14 @@ class _Operations(TorchDispatchMode):
                 raise Unrecordable(f"{function} returns a {type(tensor).__name__}")
             results.append(Result(calls.meta_of(tensor), None))
             self._name(tensor, Local(number, index))
-        positions = written_positions(function, encoded)
-        self.written |= {storage_id(t) for p in positions for t in calls.tensors_in(positional[p])}
-        writes = [e for p in positions for e in calls.flat(encoded[p])]
-        self.operations.append(
-            Operation(
-                function,
-                encoded,
-                tuple(results),
-                tuple(w for w in writes if isinstance(w, (Input, Local))),
-                torch.Tag.nondeterministic_seeded in function.tags,
-                torch.is_grad_enabled(),
-            )
-        )
+        written = (positional[p] for p in written_positions(function, args))
+        self.written |= {storage_id(t) for t in calls.tensors_in(list(written))}
+        self.operations.append(operation(function, args, results))
 
     def _name(self, tensor: torch.Tensor, value: Value) -> None:
         self._held.append(tensor)
         self._by_object[id(tensor)] = value
         self._by_geometry[geometry_of(tensor)] = value
-
-    def _encode(self, argument: Any) -> Any:
-        if isinstance(argument, torch.Tensor):
-            return self._value(argument)
-        if isinstance(argument, (list, tuple)):
-            return tuple(self._encode(a) for a in argument)
-        if isinstance(argument, float) and argument != argument:
-            return calls.NAN
-        return argument
 
     def _value(self, tensor: torch.Tensor) -> Value:
         if tensor.layout is not torch.strided:

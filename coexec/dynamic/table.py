@@ -18,9 +18,8 @@ from coexec.dynamic.recorder import Recording
 from coexec.runners.native import encoded_instruction
 from coexec.runners.walker import NAMES, encoded_meta, encoded_slot
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.calls import number_class
 from coexec.tracegraph.graph import FedNumber, NumberOrigin, NumberSlot
-from coexec.tracegraph.numbers import TRANSFORMS, fed_numbers, same_number, unify, unify_slots, varying
+from coexec.tracegraph.numbers import agree, agreements, fed_numbers, fit, unify, unify_slots, varying
 from coexec.tracegraph.program import Call, Reg, When
 from coexec.tracegraph.trace import Input, Local, Number, TensorMeta
 
@@ -35,6 +34,8 @@ MAX_SIGNATURES = 20_000
 #: Function, attributes, ambient state, metadata of the tensors, and which of them are one object.
 Signature = tuple[Callable[..., Any], Hashable, Hashable, tuple[TensorMeta, ...], tuple[int, ...]]
 
+#: Stands for the call where the numbers of a TraceGraph name their node.
+_CALL = 0
 #: What the sender returns when Python had better make a call itself, at once.
 RUN_NOW = object()
 
@@ -50,17 +51,7 @@ class Variant:
 
     def takes(self, numbers: Sequence[Number]) -> bool:
         """Whether a call with these numbers does what was recorded."""
-        for slot, number in zip(self.slots, numbers, strict=True):
-            if slot.classes is None:
-                if not same_number(slot.value, number):
-                    return False
-            elif number_class(number) not in slot.classes:
-                return False
-        for origins in self.agreements:
-            fed = [TRANSFORMS[o.transform](numbers[o.slot]) for o in origins]
-            if any(f.__class__ is not fed[0].__class__ or not same_number(f, fed[0]) for f in fed[1:]):
-                return False
-        return True
+        return fit(self.slots, numbers) and all(agree(o, {_CALL: numbers}) for o in self.agreements)
 
 
 @dataclass(slots=True)
@@ -133,16 +124,14 @@ def _generalised(variant: Variant, numbers: Sequence[Number], recording: Recordi
     ours = variant.recording
     if (ours.outputs, ours.metas, ours.result) != (recording.outputs, recording.metas, recording.result):
         return None
-    operations = unify(ours.operations, recording.operations, varying(0, variant.slots, numbers))
+    operations = unify(ours.operations, recording.operations, varying(_CALL, variant.slots, numbers))
     if operations is None:
         return None
     return _variant(unify_slots(variant.slots, numbers), replace(ours, operations=operations))
 
 
 def _variant(slots: tuple[NumberSlot, ...], recording: Recording) -> Variant:
-    fed = dict.fromkeys(f.origins for o in recording.operations for f in fed_numbers(o.args))
-    agreements = tuple(origins for origins in fed if len(origins) > 1)
-    return Variant(slots, recording, _encoded(recording), agreements)
+    return Variant(slots, recording, _encoded(recording), agreements(recording.operations))
 
 
 def _encoded(recording: Recording) -> Any:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from coexec.runners.iteration import Iteration
-from coexec.runners.skeleton import Skeleton, numbers_fit
+from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import functions
 from coexec.tracegraph.graph import Node
+from coexec.tracegraph.numbers import fit
 from coexec.tracegraph.trace import Number
 
 
@@ -32,6 +33,6 @@ def difference(
         parts = ("arguments", "ambient state", "metadata of its tensors")
         different = [p for p, a, b in zip(parts, nearest.key, key, strict=True) if a != b]  # type: ignore[call-overload]
         return f"{name} with other {' and '.join(different)}"
-    if not numbers_fit(nearest, numbers):
+    if not fit(nearest.numbers, numbers):
         return f"{name} with numbers {numbers} where traces had {[s.value for s in nearest.numbers]}"
     return f"{name} on other tensors than in any trace"

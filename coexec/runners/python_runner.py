@@ -36,12 +36,12 @@ from coexec.runners.placeholder import (
 )
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
 from coexec.runners.results import alive, publish
-from coexec.runners.skeleton import Skeleton, numbers_fit
+from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.exposed import expose
 from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding
-from coexec.tracegraph.numbers import TRANSFORMS, same_number
+from coexec.tracegraph.numbers import TRANSFORMS, agree, fit, same_number
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
 
 
@@ -198,7 +198,7 @@ class PythonRunner(TorchFunctionMode):
             nearest = node
             if node.backward:
                 self._check_hooks()
-            if node.key == whole_key and numbers_fit(node, numbers):
+            if node.key == whole_key and fit(node.numbers, numbers):
                 chosen = self._alternative(node, tensors, numbers)
                 if chosen is not None:
                     index, implicit = chosen
@@ -265,11 +265,7 @@ class PythonRunner(TorchFunctionMode):
         values = ChainMap({node.id: numbers}, self.iteration.numbers())
         if any(not same_number(values[n][slot], value) for n, slot, value in alternative.pins):
             return False
-        for origins in agreements or ():
-            fed = [TRANSFORMS[o.transform](values[o.node][o.slot]) for o in origins]
-            if any(f.__class__ is not fed[0].__class__ or not same_number(f, fed[0]) for f in fed[1:]):
-                return False
-        return True
+        return all(agree(origins, values) for origins in agreements or ())
 
     def _binding(self, tensor: torch.Tensor, node: Node, argument: int, new: dict[int, Fed]) -> NodeBinding:
         symbol = self.iteration.symbols.get(id(tensor))

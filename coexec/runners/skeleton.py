@@ -13,12 +13,11 @@ import torch
 
 from coexec.runners.random_state import generators_of
 from coexec.runners.walker import make_walker
-from coexec.tracegraph.calls import number_class
 from coexec.tracegraph.graph import END, Captured, Node, NumberOrigin, TraceGraph
 from coexec.tracegraph.interning import Interner, captured_of, interned, outputs_of
-from coexec.tracegraph.numbers import fed_numbers, same_number
+from coexec.tracegraph.numbers import agreements
 from coexec.tracegraph.program import Program
-from coexec.tracegraph.trace import Number, Produced
+from coexec.tracegraph.trace import Produced
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +53,8 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
         source: tuple(graph.nodes[t] for t in targets if t != END) for source, targets in graph.edges.items()
     }
     outputs = outputs_of(graph, one)
-    agreements = {n.id: found for n in graph.nodes if (found := _agreements(n))}
-    walker = make_walker(graph, program, children, outputs, agreements)
+    agreed = {n.id: found for n in graph.nodes if (found := agreements(n.operations))}
+    walker = make_walker(graph, program, children, outputs, agreed)
     generators = generators_of(program)
     captured = captured_of(graph, one)
-    return Skeleton(graph, program, children, generators, outputs, captured, agreements, walker)
-
-
-def _agreements(node: Node) -> tuple[tuple[NumberOrigin, ...], ...]:
-    fed = {f.origins for o in node.operations for f in fed_numbers(o.args)}
-    return tuple(origins for origins in fed if len(origins) > 1)
-
-
-def numbers_fit(node: Node, numbers: list[Number]) -> bool:
-    """Whether an event's numbers are those of a node, or may be fed to it."""
-    for slot, number in zip(node.numbers, numbers, strict=True):
-        if slot.classes is None:
-            if not same_number(slot.value, number):
-                return False
-        elif number_class(number) not in slot.classes:
-            return False
-    return True
+    return Skeleton(graph, program, children, generators, outputs, captured, agreed, walker)

@@ -7,7 +7,7 @@ from the event's number is decided by comparing two traces in which it differs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,29 @@ def varying(node: int, slots: Sequence[NumberSlot], numbers: Sequence[Number]) -
         for index, (slot, number) in enumerate(zip(slots, numbers, strict=True))
         if slot.classes is not None or not same_number(slot.value, number)
     ]
+
+
+def fit(slots: Sequence[NumberSlot], numbers: Sequence[Number]) -> bool:
+    """Whether a call's numbers are those that its slots say, or may be fed in their place."""
+    for slot, number in zip(slots, numbers, strict=True):
+        if slot.classes is None:
+            if not same_number(slot.value, number):
+                return False
+        elif number_class(number) not in slot.classes:
+            return False
+    return True
+
+
+def agreements(operations: Sequence[Operation]) -> tuple[tuple[NumberOrigin, ...], ...]:
+    """For each fed number that several numbers explain, these: they have to agree in an iteration."""
+    fed = dict.fromkeys(f.origins for o in operations for f in fed_numbers(o.args))
+    return tuple(origins for origins in fed if len(origins) > 1)
+
+
+def agree(origins: Sequence[NumberOrigin], values: Mapping[int, Sequence[Number]]) -> bool:
+    """Whether numbers that explain the same fed number are the same; `values` are those of each node."""
+    fed = [TRANSFORMS[o.transform](values[o.node][o.slot]) for o in origins]
+    return all(_exactly(f, fed[0]) for f in fed[1:])
 
 
 def fed_numbers(args: Any) -> Iterator[FedNumber]:

@@ -12,7 +12,7 @@ import torch
 
 from coexec._private import MODE_WRAPPER_FILES, TORCH_DIRECTORY
 from coexec.tracegraph import calls, functions
-from coexec.tracegraph.trace import Local, Operation, Value
+from coexec.tracegraph.trace import Input, Local, Operation, Result, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,35 @@ def written_positions(function: Any, args: tuple[Any, ...]) -> list[int]:
     if hidden is not None and hidden[1](args):
         positions += hidden[0]
     return positions
+
+
+def written_values(function: Any, args: tuple[Any, ...]) -> tuple[Value, ...]:
+    """The values among its encoded arguments that an operation writes to."""
+    written = (v for p in written_positions(function, args) for v in calls.flat(args[p]))
+    return tuple(v for v in written if isinstance(v, (Input, Local)))
+
+
+def encoded(argument: Any, value_of: Callable[[torch.Tensor], Value]) -> Any:
+    """An argument as an `Operation` holds it: lists are tuples, `value_of` names tensors."""
+    if isinstance(argument, torch.Tensor):
+        return value_of(argument)
+    if isinstance(argument, (list, tuple)):
+        return tuple(encoded(a, value_of) for a in argument)
+    if isinstance(argument, float) and argument != argument:
+        return calls.NAN
+    return argument
+
+
+def operation(function: Any, args: tuple[Any, ...], results: Sequence[Result | None]) -> Operation:
+    """What ran just now, with encoded arguments."""
+    return Operation(
+        function,
+        args,
+        tuple(results),
+        written_values(function, args),
+        torch.Tag.nondeterministic_seeded in function.tags,
+        torch.is_grad_enabled(),
+    )
 
 
 def depends_on_data(function: Any, args: tuple[Any, ...]) -> bool:

@@ -10,7 +10,7 @@ level. Nothing here keeps a tensor, a storage or a frame of the program alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,11 +53,13 @@ from coexec.tracer.identities import Identities
 from coexec.tracer.memory import Geometry, Memory, geometry_of, storage_id
 from coexec.tracer.operations import (
     depends_on_data,
+    encoded,
     frames_between,
+    operation,
     positional_arguments,
     reads_unseen,
     with_dtype,
-    written_positions,
+    written_values,
 )
 
 
@@ -449,14 +451,14 @@ class Recorder(TorchDispatchMode):
         if self.cause is not None or function.namespace in functions.ANNOTATING_NAMESPACES:
             return function(*args, **kwargs)
         try:
-            encoded = self._before_operation(function, args, kwargs)
+            before = self._before_operation(function, args, kwargs)
         except Untraceable as e:
             self.fail(e.id, e.detail)
             return function(*args, **kwargs)
         returned = function(*args, **kwargs)
-        if encoded is not None:
+        if before is not None:
             try:
-                self._after_operation(function, encoded, returned)
+                self._after_operation(function, before, returned)
             except Untraceable as e:
                 self.fail(e.id, e.detail)
         return returned
@@ -485,16 +487,16 @@ class Recorder(TorchDispatchMode):
             return None
         positional = positional_arguments(function, args, kwargs)
         event.read |= {storage_id(t) for t in calls.tensors_in(positional) if t.layout is torch.strided}
-        return tuple(self._encode(a, function) for a in positional), list(calls.tensors_in(positional))
+        values = tuple(encoded(a, lambda t: self._lookup(t, function)) for a in positional)
+        return values, list(calls.tensors_in(positional))
 
-    def _after_operation(self, function: Any, encoded: Any, returned: Any) -> None:
+    def _after_operation(self, function: Any, before: Any, returned: Any) -> None:
         event = self._open
         assert event is not None
-        args, tensors = encoded
+        args, tensors = before
         if not tensors:
             args = with_dtype(function, args, returned)
-        writes = self._writes(function, args)
-        if writes and self._exposed:
+        if self._exposed and written_values(function, args):
             self._exposed = [e for e in self._exposed if e.alive]
             written = {storage_id(t) for t in tensors}
             if any(storage_id(e.memory) in written for e in self._exposed):
@@ -522,19 +524,7 @@ class Recorder(TorchDispatchMode):
             fresh.append((tensor, Computed(event.index, number, index)))
         for tensor, computed in fresh:
             self._memory.add(tensor, computed)
-        event.operations.append(
-            Operation(
-                function,
-                args,
-                tuple(results),
-                writes,
-                torch.Tag.nondeterministic_seeded in function.tags,
-                torch.is_grad_enabled(),
-            )
-        )
-
-    def _writes(self, function: Any, args: tuple[Any, ...]) -> tuple[Value, ...]:
-        return tuple(v for i in written_positions(function, args) for v in _values_in(args[i]))
+        event.operations.append(operation(function, args, results))
 
     def _check_frames(self, event: _OpenEvent) -> None:
         """Python code that runs between an event's call and its operations is not ours to skip."""
@@ -550,15 +540,6 @@ class Recorder(TorchDispatchMode):
             raise Untraceable("CX0102", f"{stranger.co_name} inside of {self._name()}")
 
     # --- values -----------------------------------------------------------------------------------
-
-    def _encode(self, argument: Any, function: Any) -> Any:
-        if isinstance(argument, torch.Tensor):
-            return self._lookup(argument, function)
-        if isinstance(argument, (list, tuple)):
-            return tuple(self._encode(a, function) for a in argument)
-        if isinstance(argument, float) and argument != argument:
-            return calls.NAN
-        return argument
 
     def _lookup(self, tensor: torch.Tensor, function: Any = None) -> Value:
         """The event's name for a tensor that one of its operations reads."""
@@ -665,9 +646,3 @@ def _history(tensor: torch.Tensor) -> str | None:
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _values_in(argument: Any) -> Iterator[Value]:
-    for v in calls.flat(argument):
-        if isinstance(v, (Input, Local)):
-            yield v
