@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from bench.randomness import seed_everything
-from bench.state import Difference
+from bench.state import Difference, compare_named
 
 STEPS = 12
 TOLERANCE = (1e-4, 1e-5)
@@ -128,18 +128,11 @@ def run_case(
 
 def difference(ours: Observed, eager: Observed, tolerance: tuple[float, float] | None) -> Difference:
     """Compare two runs: bit for bit, or within a relative and absolute tolerance."""
-    max_abs, first = 0.0, None
-    for name in [*eager.values, *(name for name in ours.values if name not in eager.values)]:
-        if name in ours.values and name in eager.values:
-            distance, agrees = _compare(ours.values[name], eager.values[name], tolerance)
-        else:
-            distance, agrees = math.inf, False
-        max_abs = max(max_abs, distance)
-        if not agrees and first is None:
-            first = name
-    if first is None and _text(ours.error) != _text(eager.error):
-        first = "exception"
-    return Difference(first is None, max_abs, first)
+    names = dict.fromkeys([*eager.values, *ours.values])
+    found = compare_named(names, ours.values, eager.values, lambda a, b: _compare(a, b, tolerance))
+    if found.equal and _text(ours.error) != _text(eager.error):
+        return Difference(False, found.max_abs, "exception")
+    return found
 
 
 def _end_state(state: SimpleNamespace, module: ModuleType) -> dict[str, Any]:

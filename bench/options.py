@@ -25,12 +25,7 @@ def add_program(parser: argparse.ArgumentParser, *, record: bool = True) -> None
 
 def add_run(parser: argparse.ArgumentParser, *, record: bool = True) -> None:
     """Add what every run needs; with `record`, where to write its record."""
-    parser.add_argument(
-        "--executor",
-        choices=EXECUTORS,
-        default="aten",
-        help="what runs the blocks of the graph (default: %(default)s)",
-    )
+    add_executor(parser)
     parser.add_argument(
         "--seed", type=int, default=0, help="of model, data order and dropout (default: %(default)s)"
     )
@@ -44,9 +39,35 @@ def add_run(parser: argparse.ArgumentParser, *, record: bool = True) -> None:
         "--preset", choices=PRESETS, default="small", help="size of the program (default: %(default)s)"
     )
     if record:
-        parser.add_argument(
-            "--out", type=Path, metavar="FILE.json", help="write the record here (default: nowhere)"
-        )
+        add_out(parser)
+
+
+def add_executor(parser: argparse.ArgumentParser) -> None:
+    """Add what runs the graph."""
+    parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default="aten",
+        help="what runs the blocks of the graph (default: %(default)s)",
+    )
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Add where the record is written."""
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="write the record here (default: nowhere)"
+    )
+
+
+def add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add how long each of the things that run in processes of their own may take."""
+    parser.add_argument(
+        "--timeout",
+        type=whole(1),
+        default=300,
+        metavar="S",
+        help=f"seconds after which a {what} counts as failed (default: %(default)s)",
+    )
 
 
 def program_name(text: str) -> str:

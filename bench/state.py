@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,12 +74,30 @@ def compare_runs(run: Run, losses: Sequence[float], eager: Run, eager_losses: Se
 
 def compare_states(state: State, eager: State, tolerance: float | None) -> Difference:
     """Compare two snapshots."""
+    names = sorted(state.keys() | eager.keys())
+    return compare_named(
+        names, state, eager, lambda value, expected: _compare_tensors(value, expected, tolerance)
+    )
+
+
+def compare_named(
+    names: Iterable[str],
+    ours: Mapping[str, Any],
+    eager: Mapping[str, Any],
+    compare: Callable[[Any, Any], tuple[float, bool]],
+) -> Difference:
+    """Compare named values; one that only one side has differs.
+
+    Args:
+        names: in the order in which the first difference is looked for.
+        ours: one side.
+        eager: the other.
+        compare: the distance of two values, and whether they agree.
+    """
     max_abs, first = 0.0, None
-    for name in sorted(state.keys() | eager.keys()):
-        if name in state and name in eager and state[name].shape == eager[name].shape:
-            distance, agrees = _compare_tensors(state[name], eager[name], tolerance)
-        else:
-            distance, agrees = math.inf, False
+    for name in names:
+        both = name in ours and name in eager
+        distance, agrees = compare(ours[name], eager[name]) if both else (math.inf, False)
         max_abs = max(max_abs, distance)
         if not agrees and first is None:
             first = name
@@ -86,6 +105,8 @@ def compare_states(state: State, eager: State, tolerance: float | None) -> Diffe
 
 
 def _compare_tensors(value: torch.Tensor, eager: torch.Tensor, tolerance: float | None) -> tuple[float, bool]:
+    if value.shape != eager.shape:
+        return math.inf, False
     if value.dtype == eager.dtype and torch.equal(_bytes(value), _bytes(eager)):
         return 0.0, True
     distances = value.double() - eager.double()

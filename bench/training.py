@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from bench.data.labelled import LabelledImages
+
 LOG_EVERY = 10
 
 
@@ -28,6 +30,33 @@ class LoggedTraining:
 
     def end_epoch(self) -> None:
         """Nothing is to be done between epochs."""
+
+
+class ClassifierTraining(LoggedTraining):
+    """A run over labelled images, which are in the model's device's memory as a whole."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *optimizers: torch.optim.Optimizer,
+        train: LabelledImages,
+        test: LabelledImages,
+        batch_size: int,
+    ) -> None:
+        super().__init__(model, *optimizers, steps_per_epoch=len(train.labels) // batch_size)
+        self.train_images, self.train_labels = train.images, train.labels
+        self.test_images, self.test_labels = test.images, test.labels
+        self.batch_size = batch_size
+        self.rows = shuffled_batches(len(train.labels), batch_size)
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the images and labels of the next batch."""
+        rows = next(self.rows)
+        return self.train_images[rows], self.train_labels[rows]
+
+    def evaluate(self) -> float:
+        """Return the share of test images that are classified correctly."""
+        return accuracy(self.model, self.test_images, self.test_labels, self.batch_size)
 
 
 def shuffled_batches(examples: int, batch_size: int) -> Iterator[torch.Tensor]:

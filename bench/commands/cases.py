@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from bench.apart import ApartError, run_apart
 from bench.cases import case_files, difference, load_case, run_case
-from bench.modes import EXECUTORS, Executor
-from bench.options import say, whole
+from bench.modes import Executor
+from bench.options import add_executor, add_out, add_timeout, say, whole
 from bench.records import Result, resident_mb, write_record
 from bench.tables import plain_table
 
@@ -30,23 +30,10 @@ WARM_UP_STEPS = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("folder", type=folder_of_cases, metavar="DIR", help="where the cases are")
-    parser.add_argument(
-        "--executor",
-        choices=EXECUTORS,
-        default="aten",
-        help="what runs the blocks of the graph (default: %(default)s)",
-    )
+    add_executor(parser)
     parser.add_argument("--threads", type=whole(1), default=1, help="kernel threads (default: %(default)s)")
-    parser.add_argument(
-        "--timeout",
-        type=whole(1),
-        default=300,
-        metavar="S",
-        help="seconds after which a case counts as failed (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="write the record here (default: nowhere)"
-    )
+    add_timeout(parser, "case")
+    add_out(parser)
 
 
 def folder_of_cases(text: str) -> Path:

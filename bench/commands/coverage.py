@@ -34,7 +34,7 @@ from bench.commands.cases import (
 )
 from bench.measured import Measured
 from bench.modes import called_models, compile_training, start_run
-from bench.options import say, whole
+from bench.options import add_out, add_timeout, say, whole
 from bench.peers import (
     BACKENDS,
     PEERS,
@@ -87,16 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=whole(1), default=30, help="training steps of a program (default: %(default)s)"
     )
-    parser.add_argument(
-        "--timeout",
-        type=whole(1),
-        default=300,
-        metavar="S",
-        help="seconds after which a pair counts as failed (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="write the record here (default: nowhere)"
-    )
+    add_timeout(parser, "pair")
+    add_out(parser)
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -9,30 +9,17 @@ Rotations" (2018).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from sklearn.datasets import load_sample_images
+
+from bench.data.labelled import LabelledImages
 
 CLASSES = 8
 """Two photographs in four orientations."""
 
 
-@dataclass(frozen=True, slots=True)
-class Photos:
-    """Crops of equal size.
-
-    Attributes:
-        images: of shape N x 3 x size x size, about -1 to 1.
-        labels: of shape N, from 0 to `CLASSES` - 1.
-    """
-
-    images: torch.Tensor
-    labels: torch.Tensor
-
-
-def read_photos(size: int, count: int, *, shrink: int, seed: int) -> Photos:
+def read_photos(size: int, count: int, *, shrink: int, seed: int) -> LabelledImages:
     """Cut square crops at random places.
 
     Args:
@@ -40,6 +27,9 @@ def read_photos(size: int, count: int, *, shrink: int, seed: int) -> Photos:
         count: how many.
         shrink: by which whole number the photographs (427 x 640 pixels) are made smaller first.
         seed: of places, photographs and angles.
+
+    Returns:
+        Images of shape N x 3 x size x size, about -1 to 1; labels from 0 to `CLASSES` - 1.
 
     Raises:
         ValueError: if a crop would be larger than a photograph.
@@ -56,4 +46,4 @@ def read_photos(size: int, count: int, *, shrink: int, seed: int) -> Photos:
         crops.append(np.rot90(photo[top : top + size, left : left + size], quarter_turns))
         labels.append(4 * which + quarter_turns)
     images = torch.tensor(np.stack(crops), dtype=torch.float32).permute(0, 3, 1, 2).contiguous()
-    return Photos(images / 127.5 - 1, torch.tensor(labels))
+    return LabelledImages(images / 127.5 - 1, torch.tensor(labels))

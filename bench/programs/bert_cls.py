@@ -11,29 +11,16 @@ Shapes: B batch, T time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from sklearn.metrics import accuracy_score
 
+from bench.bert import Config
 from bench.data.words import MODULES, SEPARATOR, START, Vocabulary, pad, read_texts
 from bench.program import Preset, Program, TapeFactory, device_of
 from bench.randomness import seed_everything
 from bench.training import LoggedTraining, shuffled_batches
 
 KEYWORDS = ("class", "def", "for", "if", "raise", "return", "while", "with")
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Size of the model and of a batch."""
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    context: int
-    batch_size: int
 
 
 CONFIGS: dict[Preset, Config] = {
@@ -47,7 +34,7 @@ class BertCLSTraining(LoggedTraining):
     """AdamW with a linear warm-up; keeps the accuracy of every batch."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        from transformers import BertConfig, BertForSequenceClassification
+        from transformers import BertForSequenceClassification
 
         lines, labels = _read_lines()
         vocabulary = Vocabulary.of(lines, config.vocabulary)
@@ -58,17 +45,7 @@ class BertCLSTraining(LoggedTraining):
         self.tokens, self.labels = tokens[train], torch.tensor(labels, device=device)[train]
         self.test_tokens, self.test_labels = tokens[test], torch.tensor(labels, device=device)[test]
         self.rows = shuffled_batches(len(train), config.batch_size)
-        model = BertForSequenceClassification(
-            BertConfig(
-                vocab_size=config.vocabulary,
-                hidden_size=config.width,
-                num_hidden_layers=config.layers,
-                num_attention_heads=config.heads,
-                intermediate_size=4 * config.width,
-                max_position_embeddings=config.context,
-                num_labels=len(KEYWORDS),
-            )
-        ).to(device)
+        model = BertForSequenceClassification(config.of_transformers(num_labels=len(KEYWORDS))).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20)
         self.accuracies: list[float] = []

@@ -15,23 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.bert import Config
 from bench.data.words import MODULES, SEPARATOR, START, Vocabulary, pad, read_module, split_words
 from bench.program import Preset, Program, TapeFactory, device_of
 from bench.randomness import seed_everything
 from bench.training import LoggedTraining, shuffled_batches
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Size of the model and of a batch."""
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    context: int
-    batch_size: int
-
 
 CONFIGS: dict[Preset, Config] = {
     "small": Config(layers=3, width=96, heads=4, vocabulary=1000, context=48, batch_size=8),
@@ -54,7 +42,7 @@ class BertQATraining(LoggedTraining):
     """AdamW over questions of equal length."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        from transformers import BertConfig, BertForQuestionAnswering
+        from transformers import BertForQuestionAnswering
 
         questions = _read_questions(config.context)
         vocabulary = Vocabulary.of([question.context for question in questions], config.vocabulary)
@@ -68,16 +56,7 @@ class BertQATraining(LoggedTraining):
         self.rows = shuffled_batches(len(questions) - self.tests, config.batch_size)
         # The question and its frame are three words long.
         self.segments = (torch.arange(config.context, device=device) >= 3).long()
-        model = BertForQuestionAnswering(
-            BertConfig(
-                vocab_size=config.vocabulary,
-                hidden_size=config.width,
-                num_hidden_layers=config.layers,
-                num_attention_heads=config.heads,
-                intermediate_size=4 * config.width,
-                max_position_embeddings=config.context,
-            )
-        ).to(device)
+        model = BertForQuestionAnswering(config.of_transformers()).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         super().__init__(model, optimizer, steps_per_epoch=100)
 

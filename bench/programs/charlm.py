@@ -13,21 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bench.data.words import MODULES
 from bench.program import Preset, Program, TapeFactory, device_of
 from bench.randomness import seed_everything
 
 VOCABULARY = 256
-# Large plain modules that every supported Python has.
-FILES = (
-    "argparse.py",
-    "ast.py",
-    "datetime.py",
-    "doctest.py",
-    "inspect.py",
-    "pdb.py",
-    "tarfile.py",
-    "typing.py",
-)
 BYTES_PER_FILE = 48_000
 TEST_SHARE = 0.1
 TEST_BATCHES = 4
@@ -176,7 +166,7 @@ class CharLMTraining:
 def read_text() -> torch.Tensor:
     """Return the beginnings of some standard library modules as one vector of byte values."""
     library = Path(sysconfig.get_path("stdlib"))
-    text = b"".join((library / name).read_bytes()[:BYTES_PER_FILE] for name in FILES)
+    text = b"".join((library / name).read_bytes()[:BYTES_PER_FILE] for name in MODULES)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 

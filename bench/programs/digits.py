@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
+from bench.data.digits import read_digits
 from bench.program import Preset, Program, TapeFactory, device_of
 from bench.randomness import seed_everything
 
-TEST_IMAGES = 360
 LOG_EVERY = 10
 
 
@@ -67,17 +66,12 @@ class DigitsTraining:
     """Adam with a learning rate that falls each epoch; logs its loss every 10 steps."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        images_NHW, labels_N = load_digits(return_X_y=True)
-        images = torch.tensor(images_NHW, dtype=torch.float32, device=device).reshape(-1, 1, 8, 8) / 16
-        labels = torch.tensor(labels_N, device=device)
-        # The split is part of the program, not of a run: it is the same for every seed.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
-        self.test_images, self.test_labels = images[test], labels[test]
-        self.train_images, self.train_labels = images[train], labels[train]
+        train, test = read_digits(device)
+        self.test_images, self.test_labels = test.images.reshape(-1, 1, 8, 8), test.labels
+        self.train_images, self.train_labels = train.images.reshape(-1, 1, 8, 8), train.labels
 
         self.batch_size = config.batch_size
-        self.steps_per_epoch = len(train) // config.batch_size
+        self.steps_per_epoch = len(train.labels) // config.batch_size
         self.model: nn.Module = Net(config.channels).to(device)
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
         self.optimizers = (self.optimizer,)

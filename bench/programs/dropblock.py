@@ -12,15 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
+from bench.data.digits import read_digits
+from bench.data.labelled import LabelledImages
 from bench.program import Preset, Program, TapeFactory, device_of
 from bench.randomness import seed_everything
-from bench.training import LoggedTraining, accuracy, shuffled_batches
+from bench.training import ClassifierTraining
 
-TEST_IMAGES = 360
 IMAGE_SIZE = 16
 
 
@@ -106,30 +106,20 @@ class Net(nn.Module):
         return logits
 
 
-class DropBlockTraining(LoggedTraining):
+class DropBlockTraining(ClassifierTraining):
     """SGD with momentum; `keep_prob` falls after each step."""
 
     model: Net
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        images_NHW, labels_N = load_digits(return_X_y=True)
-        images = torch.tensor(images_NHW, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-        images = F.interpolate(images, size=IMAGE_SIZE, mode="bilinear").to(device)
-        labels = torch.tensor(labels_N, device=device)
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
-        self.test_images, self.test_labels = images[test], labels[test]
-        self.train_images, self.train_labels = images[train], labels[train]
-        self.batch_size = config.batch_size
-        self.rows = shuffled_batches(len(train), config.batch_size)
+        train, test = (_enlarged(digits) for digits in read_digits(device))
         model = Net(config).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-        super().__init__(model, optimizer, steps_per_epoch=len(train) // config.batch_size)
+        super().__init__(model, optimizer, train=train, test=test, batch_size=config.batch_size)
 
     def step(self, tape: TapeFactory) -> torch.Tensor:
         """Train on the next batch inside `tape()` and return its loss."""
-        rows = next(self.rows)
-        images, labels = self.train_images[rows], self.train_labels[rows]
+        images, labels = self.next_batch()
         [optimizer] = self.optimizers
         with tape():
             loss = F.cross_entropy(self.model(images), labels)
@@ -140,9 +130,10 @@ class DropBlockTraining(LoggedTraining):
             self.log(loss)
         return loss
 
-    def evaluate(self) -> float:
-        """Return the share of test images that are classified correctly."""
-        return accuracy(self.model, self.test_images, self.test_labels, self.batch_size)
+
+def _enlarged(digits: LabelledImages) -> LabelledImages:
+    images = F.interpolate(digits.images.reshape(-1, 1, 8, 8), size=IMAGE_SIZE, mode="bilinear")
+    return LabelledImages(images, digits.labels)
 
 
 def make(seed: int, preset: Preset) -> DropBlockTraining:

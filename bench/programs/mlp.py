@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
+from bench.data.digits import read_digits
 from bench.program import Preset, Program, TapeFactory, device_of
 from bench.randomness import seed_everything
-from bench.training import LoggedTraining, accuracy, shuffled_batches
-
-TEST_IMAGES = 360
+from bench.training import ClassifierTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +53,18 @@ class MLP(nn.Module):
         return logits
 
 
-class MLPTraining(LoggedTraining):
+class MLPTraining(ClassifierTraining):
     """Adam; logs its loss every 10 steps."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        images_NP, labels_N = load_digits(return_X_y=True)
-        images = torch.tensor(images_NP, dtype=torch.float32, device=device) / 16
-        labels = torch.tensor(labels_N, device=device)
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
-        self.test_images, self.test_labels = images[test], labels[test]
-        self.images, self.labels = images[train], labels[train]
-        self.batch_size = config.batch_size
-        self.rows = shuffled_batches(len(train), config.batch_size)
+        train, test = read_digits(device)
         model = MLP(config.layers, config.width).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        super().__init__(model, optimizer, steps_per_epoch=len(train) // config.batch_size)
+        super().__init__(model, optimizer, train=train, test=test, batch_size=config.batch_size)
 
     def step(self, tape: TapeFactory) -> torch.Tensor:
         """Train on the next batch inside `tape()` and return its loss."""
-        rows = next(self.rows)
-        images, labels = self.images[rows], self.labels[rows]
+        images, labels = self.next_batch()
         [optimizer] = self.optimizers
         with tape():
             optimizer.zero_grad()
@@ -84,10 +73,6 @@ class MLPTraining(LoggedTraining):
             optimizer.step()
             self.log(loss)
         return loss
-
-    def evaluate(self) -> float:
-        """Return the share of test images that are classified correctly."""
-        return accuracy(self.model, self.test_images, self.test_labels, self.batch_size)
 
 
 def make(seed: int, preset: Preset) -> MLPTraining:

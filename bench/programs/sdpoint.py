@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from bench.data.photos import CLASSES, read_photos
 from bench.program import Preset, Program, TapeFactory, device_of
 from bench.randomness import seed_everything
-from bench.training import LoggedTraining, accuracy, shuffled_batches
+from bench.training import ClassifierTraining
 
 RATIOS = (0.5, 0.75)
 
@@ -89,26 +89,21 @@ class Net(nn.Module):
         return logits
 
 
-class SDPointTraining(LoggedTraining):
+class SDPointTraining(ClassifierTraining):
     """SGD with momentum; every step has its own point."""
 
     model: Net
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        train = read_photos(config.image_size, config.images, shrink=config.shrink, seed=0)
-        test = read_photos(config.image_size, config.images // 4, shrink=config.shrink, seed=1)
-        self.images, self.labels = train.images.to(device), train.labels.to(device)
-        self.test_images, self.test_labels = test.images.to(device), test.labels.to(device)
-        self.batch_size = config.batch_size
-        self.rows = shuffled_batches(config.images, config.batch_size)
+        train = read_photos(config.image_size, config.images, shrink=config.shrink, seed=0).to(device)
+        test = read_photos(config.image_size, config.images // 4, shrink=config.shrink, seed=1).to(device)
         model = Net(config.widths).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
-        super().__init__(model, optimizer, steps_per_epoch=config.images // config.batch_size)
+        super().__init__(model, optimizer, train=train, test=test, batch_size=config.batch_size)
 
     def step(self, tape: TapeFactory) -> torch.Tensor:
         """Train on the next batch inside `tape()` and return its loss."""
-        rows = next(self.rows)
-        images, labels = self.images[rows], self.labels[rows]
+        images, labels = self.next_batch()
         [optimizer] = self.optimizers
         with tape():
             self.model.choose_point()
@@ -118,10 +113,6 @@ class SDPointTraining(LoggedTraining):
             optimizer.step()
             self.log(loss)
         return loss
-
-    def evaluate(self) -> float:
-        """Return the share of test crops, at full resolution, that are classified correctly."""
-        return accuracy(self.model, self.test_images, self.test_labels, self.batch_size)
 
 
 def make(seed: int, preset: Preset) -> SDPointTraining:

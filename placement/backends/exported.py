@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Container
 
 import torch
 from torch.export import ExportedProgram
@@ -31,3 +32,11 @@ def exported(segment: Segment, *, core: bool = False) -> ExportedProgram:
 def empty(spec: TensorSpec) -> torch.Tensor:
     """A tensor of a spec, its values undefined."""
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+
+
+def no_counterpart(segment: Segment, dtypes: Container[torch.dtype]) -> str | None:
+    """Why another library cannot read a segment, by what comes in and leaves; None if it may."""
+    for spec in (*segment.inputs, *segment.outputs):
+        if spec.dtype not in dtypes:
+            return f"{spec.dtype} has no counterpart"
+    return None if segment.inputs else "it has no input"

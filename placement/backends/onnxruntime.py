@@ -12,7 +12,7 @@ import torch
 
 from placement._private import export_onnx
 from placement.backends.base import Backend, Run
-from placement.backends.exported import exported
+from placement.backends.exported import exported, no_counterpart
 from placement.backends.fusion import FuseIntoHeavy
 from placement.backends.optional import missing_packages, version_of
 from placement.errors import Unsupported
@@ -49,12 +49,7 @@ class OnnxRuntime(Backend):
 
     def supports(self, segment: Segment) -> str | None:
         """By dtype; operators are found out by trying."""
-        for spec in (*segment.inputs, *segment.outputs):
-            if spec.dtype not in ELEMENT_TYPES:
-                return f"{spec.dtype} has no counterpart"
-        if not segment.inputs:
-            return "it has no input"
-        return None
+        return no_counterpart(segment, ELEMENT_TYPES)
 
     def lower(self, segment: Segment) -> Any:
         """The ONNX model, as bytes."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from placement.backends.base import Backend, Run
-from placement.backends.exported import exported
+from placement.backends.exported import exported, no_counterpart
 from placement.backends.fusion import FuseIntoHeavy
 from placement.backends.optional import missing_packages, version_of
 from placement.errors import Unsupported
@@ -39,12 +39,7 @@ class OpenVINO(Backend):
 
     def supports(self, segment: Segment) -> str | None:
         """By dtype; operators are found out by trying."""
-        for spec in (*segment.inputs, *segment.outputs):
-            if spec.dtype not in DTYPES:
-                return f"{spec.dtype} has no counterpart"
-        if not segment.inputs:
-            return "it has no input"
-        return None
+        return no_counterpart(segment, DTYPES)
 
     def lower(self, segment: Segment) -> Any:
         """OpenVINO's model; core ATen where the front end doesn't know the operations as written."""
