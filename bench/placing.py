@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.utils import _pytree as pytree
 
 from bench.records import Result, resident_mb
@@ -29,10 +30,19 @@ FROM_LOG_S = 1e-3
 """A budget in which nothing can be measured, so that a search has what the log has."""
 COMPILE_MODES: dict[str, dict[str, Any]] = {
     "compile:default": {},
-    "compile:max-autotune": {"mode": "max-autotune"},
-    "compile:frozen": {"options": {"freezing": True}},
+    "compile:max-autotune": {
+        "max_autotune": True,
+        "triton.cudagraphs": True,
+        "coordinate_descent_tuning": True,
+    },
+    "compile:frozen": {"freezing": True},
 }
-"""The arguments of torch.compile in each of its modes."""
+"""What TorchInductor's configuration holds in each mode.
+
+As options of torch.compile alone they would come too late for freezing: TorchDynamo asks for it when it
+makes weights inputs or constants of the graph."""
+ABLATION_BUDGET_S = 60.0
+"""Of a search of the ablation at most, which has the costs of the whole search in its log."""
 ABLATION = ("aten-channels-last", "aten-prepacked", "onednn-graph", "inductor", "openvino", "onnxruntime")
 """The order in which the ablation adds backends to ATen."""
 
@@ -81,7 +91,7 @@ def measure_workload(workload: Workload, batch: int, plan: Plan, tell: Callable[
     contest.add("eager", lambda: model(*inputs))
     for mode in plan.compile_modes:
         tell(f"{workload.name} {batch}: {mode}")
-        contest.add(mode, _compiled(model, inputs, mode))
+        add_compiled(contest, model, inputs, mode)
     options = Options(
         backends=plan.backends,
         budget_s=plan.budget_s,
@@ -102,10 +112,12 @@ def measure_workload(workload: Workload, batch: int, plan: Plan, tell: Callable[
     return _results(f"{workload.name}", batch, contest, samples, plan)
 
 
-def _compiled(model: nn.Module, inputs: Sequence[torch.Tensor], mode: str) -> Call:
-    torch._dynamo.reset()
-    compiled = torch.compile(model, **COMPILE_MODES[mode])
-    return lambda: compiled(*inputs)
+def add_compiled(contest: Contest, model: nn.Module, inputs: Sequence[torch.Tensor], mode: str) -> None:
+    """Adds a model compiled by torch.compile."""
+    # TorchDynamo tells compilations of one model apart by their options.
+    compiled = torch.compile(model, options=COMPILE_MODES[mode])
+    with inductor_config.patch(COMPILE_MODES[mode]):
+        contest.add(mode, _bind(compiled, inputs))
 
 
 def _add_placements(
@@ -136,9 +148,10 @@ def _add_ablation(
     contest: Contest, model: nn.Module, inputs: Sequence[torch.Tensor], options: Options
 ) -> None:
     """Placements with more and more backends; their costs are in the log by now."""
+    options = replace(options, level="op", budget_s=min(options.budget_s, ABLATION_BUDGET_S))
     usable = [name for name in ABLATION if name in REGISTRY and not REGISTRY.get(name).missing()]
     for count in range(1, len(usable) + 1):
-        chosen = explore(model, inputs, replace(options, level="op", backends=usable[:count])).placed
+        chosen = explore(model, inputs, replace(options, backends=usable[:count])).placed
         contest.add(f"ablation:+{usable[count - 1]}", _bind(chosen.function, inputs), added=usable[:count])
 
 

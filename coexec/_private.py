@@ -198,6 +198,9 @@ def compile_ahead_of_time(
     """Compiles a graph of ATen operations with TorchInductor into a package at `path`.
 
     Random numbers come from eager's kernels, so that they are eager's numbers.
+
+    Raises:
+        NotImplementedError: if the package would compute something else than the graph.
     """
     import torch._inductor
     import torch._inductor.package
@@ -206,4 +209,23 @@ def compile_ahead_of_time(
 
     options = {"fallback_random": True, "aot_inductor.package": True}
     files = torch._inductor.aot_compile(module, examples, options=options)
+    if _CONFUSES_DTYPES and any(_hands_dtypes_over(file) for file in files):
+        raise NotImplementedError(
+            f"PyTorch {torch.__version__} confuses the dtypes that compiled code gives to operators without "
+            "compiled kernels; 2.13 does not"
+        )
     package.package_aoti(path, files)
+
+
+#: Compiled code then reads the serialized number of a dtype (float32: 7) as the number that C++ has for
+#: another one (float64: 7).
+_CONFUSES_DTYPES = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+
+
+def _hands_dtypes_over(file: Any) -> bool:
+    """Whether a file of a package lists calls of operators with a dtype among the arguments."""
+    path = str(file)
+    if not path.endswith(".json"):
+        return False
+    with open(path, encoding="utf-8") as text:
+        return '"as_scalar_type"' in text.read()

@@ -15,8 +15,10 @@ namespace {
 
 // A compiled block orders its communication by passing a token from each operation to the next.
 // `geometry` is the number of dimensions, the sizes, and the strides: no list may be empty there.
+// `scalar_type` is a number because a compiled block of PyTorch 2.11 hands a dtype over as another one.
 std::tuple<at::Tensor, at::Tensor> feed(
-    const at::Tensor& token, at::IntArrayRef geometry, at::ScalarType dtype, at::Device device) {
+    const at::Tensor& token, at::IntArrayRef geometry, int64_t scalar_type, at::Device device) {
+  auto dtype = static_cast<at::ScalarType>(scalar_type);
   Runner* runner = Runner::current();
   TORCH_CHECK(runner, "coexec::feed runs only inside of a GraphRunner");
   c10::IValue message = runner->receive();
@@ -44,7 +46,7 @@ c10::IValue to_message(const py::object& value) {
 }  // namespace
 
 TORCH_LIBRARY(coexec, m) {
-  m.def("feed(Tensor token, int[] geometry, ScalarType dtype, Device device) -> (Tensor, Tensor)");
+  m.def("feed(Tensor token, int[] geometry, int scalar_type, Device device) -> (Tensor, Tensor)");
   m.def("fetch(Tensor token, Tensor value, int slot) -> Tensor");
 }
 
@@ -58,6 +60,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Library, std::shared_ptr<Library>>(m, "Library").def(py::init([](const std::string& path) {
     return std::make_shared<Library>(path);
   }));
+  m.def("scalar_type", [](const py::object& dtype) {
+    return static_cast<int64_t>(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  });
+  m.def("dtype", [](int64_t scalar_type) {
+    auto* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(scalar_type)));
+    return py::reinterpret_borrow<py::object>(dtype);
+  });
   py::class_<coexec::Program, std::shared_ptr<coexec::Program>>(m, "Program").def(py::init(&coexec::make_program));
   py::class_<Runner>(m, "Runner")
       .def(py::init<>())

@@ -159,7 +159,8 @@ def _emit_feed(graph: Graph, token: Node, feed: Feed) -> tuple[Node, Node]:
         meta: TensorMeta = feed.example
         size, stride, dtype, device = list(meta.shape), list(meta.stride), meta.dtype, meta.device
     pair = graph.call_function(
-        torch.ops.coexec.feed.default, (token, [len(size), *size, *stride], dtype, device)
+        torch.ops.coexec.feed.default,
+        (token, [len(size), *size, *stride], core.scalar_type(dtype), device),
     )
     return graph.call_function(operator.getitem, (pair, 0)), graph.call_function(operator.getitem, (pair, 1))
 
@@ -190,7 +191,10 @@ def _library(block: Block, program: Program) -> str:
 
     def compile_to(path: str) -> None:
         log.info("compiling a block of %d operations", len(block.module.graph.nodes))
-        compile_ahead_of_time(block.module, tuple(examples), path)
+        try:
+            compile_ahead_of_time(block.module, tuple(examples), path)
+        except NotImplementedError as error:
+            raise Unsupported(str(error)) from error
 
     return cached(description, compile_to)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import coexec
+from coexec import _private
 from coexec._native import core
 
 pytestmark = [
@@ -85,3 +86,26 @@ def test_feeds_and_fetches_are_inside_of_the_block():
     [report] = coexec.explain().programs
     assert len(report.blocks) == 1, report.summary()
     assert report.fallbacks == 0
+
+
+def test_a_dtype_that_pytorch_would_confuse_in_compiled_code_is_left_to_aten(monkeypatch):
+    from tests.coexec.harness import eager_tape
+
+    def run(tape):
+        torch.manual_seed(0)
+        weight, seen = torch.ones(16, requires_grad=True), []
+        for _ in range(6):
+            with tape():
+                window = torch.kaiser_window(16, dtype=torch.float64)
+                loss = (weight * window).sum()
+                loss.backward()
+            seen.append(loss.item())
+        return seen, weight.grad
+
+    monkeypatch.setattr(_private, "_CONFUSES_DTYPES", True)
+    expected, grad = run(eager_tape)
+    seen, found = run(lambda: coexec.GradientTape(executor="inductor"))
+
+    assert seen == expected
+    assert torch.equal(found, grad)
+    assert "confuses the dtypes" in coexec.explain().programs[0].summary()
