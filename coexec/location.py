@@ -6,6 +6,7 @@ The native module walks the frames; the version here is its reference and its st
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 from types import CodeType, FrameType
@@ -18,12 +19,29 @@ _chains: list[list[tuple[CodeType, int]]] = []
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
+#: Python 3.11 has two instructions for a call. Once it has specialized the first one, that one makes the
+#: call, and the second one is never reached: the place has to be the same before and after.
+_PRECALL = dis.opmap.get("PRECALL")
+_PRECALL_SIZE = 4  # bytes of the instruction and its cache
+_calls: dict[tuple[CodeType, int], int] = {}
+
+
+def _call_site(code: CodeType, instruction: int) -> tuple[CodeType, int]:
+    if _PRECALL is None or instruction < 0:
+        return code, instruction
+    known = _calls.get((code, instruction))
+    if known is None:
+        precall = code.co_code[instruction] == _PRECALL
+        known = _calls[code, instruction] = instruction + _PRECALL_SIZE if precall else instruction
+    return code, known
+
+
 def locate_reference(skip: int, outermost: FrameType) -> int:
     """The location of the caller, without its `skip` innermost frames, up to frame `outermost`."""
     frame: FrameType | None = sys._getframe(1 + skip)
     chain = []
     while frame is not None:
-        chain.append((frame.f_code, frame.f_lasti))
+        chain.append(_call_site(frame.f_code, frame.f_lasti))
         frame = None if frame is outermost else frame.f_back
     key = tuple((id(code), instruction) for code, instruction in chain)
     if key not in _ids:

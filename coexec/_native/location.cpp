@@ -6,6 +6,10 @@
 #include <utility>
 #include <vector>
 
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
+#include <opcode.h>
+#endif
+
 namespace py = pybind11;
 
 namespace coexec {
@@ -41,9 +45,46 @@ PyFrameObject* owned(PyFrameObject* frame) {
   return frame;
 }
 
-int instruction_of(PyFrameObject* frame) {
-#if PY_VERSION_HEX >= 0x030B0000
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
+// Python 3.11 has two instructions for a call. Once it has specialized the first one, that one makes the
+// call, and the second one is never reached: the place has to be the same before and after.
+bool is_precall(unsigned char opcode) {
+  switch (opcode) {
+    case PRECALL:
+    case PRECALL_ADAPTIVE:
+    case PRECALL_BOUND_METHOD:
+    case PRECALL_BUILTIN_CLASS:
+    case PRECALL_BUILTIN_FAST_WITH_KEYWORDS:
+    case PRECALL_METHOD_DESCRIPTOR_FAST_WITH_KEYWORDS:
+    case PRECALL_NO_KW_BUILTIN_FAST:
+    case PRECALL_NO_KW_BUILTIN_O:
+    case PRECALL_NO_KW_ISINSTANCE:
+    case PRECALL_NO_KW_LEN:
+    case PRECALL_NO_KW_LIST_APPEND:
+    case PRECALL_NO_KW_METHOD_DESCRIPTOR_FAST:
+    case PRECALL_NO_KW_METHOD_DESCRIPTOR_NOARGS:
+    case PRECALL_NO_KW_METHOD_DESCRIPTOR_O:
+    case PRECALL_NO_KW_STR_1:
+    case PRECALL_NO_KW_TUPLE_1:
+    case PRECALL_NO_KW_TYPE_1:
+    case PRECALL_PYFUNC:
+      return true;
+    default:
+      return false;
+  }
+}
+
+constexpr int kPrecallSize = 4;  // the instruction and its cache
+#endif
+
+int instruction_of(PyFrameObject* frame, PyCodeObject* code) {
+#if PY_VERSION_HEX >= 0x030C0000
   return PyFrame_GetLasti(frame);
+#elif PY_VERSION_HEX >= 0x030B0000
+  int instruction = PyFrame_GetLasti(frame);
+  if (instruction < 0) return instruction;
+  bool precall = is_precall(static_cast<unsigned char>(code->co_code_adaptive[instruction]));
+  return precall ? instruction + kPrecallSize : instruction;
 #else
   return frame->f_lasti * 2;  // counted in code units before 3.11
 #endif
@@ -60,7 +101,7 @@ int64_t locate(int skip, PyObject* outermost) {
       --skip;
     } else {
       PyCodeObject* code = PyFrame_GetCode(frame);
-      t.scratch.emplace_back(code, instruction_of(frame));
+      t.scratch.emplace_back(code, instruction_of(frame, code));
       Py_DECREF(reinterpret_cast<PyObject*>(code));
     }
     bool last = reinterpret_cast<PyObject*>(frame) == outermost;

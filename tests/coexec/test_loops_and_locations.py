@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
+from types import FunctionType
 
 import pytest
 
@@ -137,3 +138,28 @@ def test_a_location_is_described_by_the_users_line():
 
     assert location.describe(number) == f"{__file__.rsplit('/', 1)[-1]}:{frame.f_lineno - 2}"
     assert location.describe(-1) == "an unknown place"
+
+
+def places(locate, n):
+    """Where a method of C, called in one place, is called from, again and again."""
+    found, frame = [], sys._getframe()
+
+    class Key:
+        def __hash__(self):
+            found.append(locate(1, frame))
+            return 0
+
+    seen, key = set(), Key()
+    for _ in range(n):
+        seen.add(key)
+    return found
+
+
+@pytest.mark.parametrize("locate", {location.locate, location.locate_reference}, ids=lambda f: f.__name__)
+def test_a_call_is_where_it_was_when_python_has_specialized_it(locate):
+    cold = FunctionType(places.__code__.replace(), globals())  # nothing of it is specialized
+
+    found = cold(locate, 100)
+
+    assert len(found) == 100
+    assert len(set(found)) == 1
