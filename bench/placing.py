@@ -69,6 +69,8 @@ class Contest:
     first_call_s: dict[str, float] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     details: dict[str, dict[str, Any]] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
+    """Modes that are another mode under a second name, and are not measured again."""
 
     def add(self, mode: str, call: Call, **details: Any) -> None:
         """Adds a mode after its first call; what raises is recorded as its error."""
@@ -129,14 +131,18 @@ def _add_placements(
         mode = names.get(name, name.replace("single ", "single:"))
         if mode is not None:
             contest.add(mode, _bind(function, inputs))
-    placed = explored.placed
-    contest.add("placement:two-level", _bind(placed.function, inputs), report=report.to_json())
+    chosen = names.get(report.chosen, report.chosen.replace("single ", "single:"))
+    if chosen is None:
+        contest.add("placement:two-level", _bind(explored.placed.function, inputs))
+    else:
+        contest.same["placement:two-level"] = chosen
     contest.details["placement:op"].update(
         predicted_ms=report.predicted_s * 1e3,
         search_cold_s=report.times.op_level_s,
         search_with_log_s=with_log.times.op_level_s,
     )
-    contest.details["placement:two-level"].update(
+    contest.details.setdefault("placement:two-level", {}).update(
+        report=report.to_json(),
         chosen=report.chosen,
         parts=[(row.backend, row.title) for row in report.rows],
         backends=sorted({row.backend for row in report.rows}),
@@ -177,6 +183,10 @@ def _results(name: str, batch: int, contest: Contest, samples: list[list[float]]
                 details={**common, "relative_error": errors[mode], **contest.details[mode]},
             )
         )
+    by_mode = {result.mode: result for result in results}
+    for mode, other in contest.same.items():
+        known = by_mode[other]
+        results.append(replace(known, mode=mode, details={**known.details, **contest.details[mode]}))
     failed = [Result(name, mode, error=error, details=common) for mode, error in contest.errors.items()]
     return [*results, *failed]
 

@@ -208,7 +208,7 @@ def compile_ahead_of_time(
     package: Any = torch._inductor.package
 
     options = {"fallback_random": True, "aot_inductor.package": True}
-    files = torch._inductor.aot_compile(module, examples, options=options)
+    files: Any = torch._inductor.aot_compile(module, examples, options=options)
     if _CONFUSES_DTYPES and any(_hands_dtypes_over(file) for file in files):
         raise NotImplementedError(
             f"PyTorch {torch.__version__} confuses the dtypes that compiled code gives to operators without "

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 STRIKES = 3
 #: Fallbacks among the latest `WINDOW` co-executed iterations before the dynamic phase.
 MAX_FALLBACKS, WINDOW = 2, 6
+#: Fallbacks before the dynamic phase when every co-executed iteration so far was one.
+HOPELESS = 2
 #: The same where there is no dynamic phase, and the program would be left alone.
 MAX_FALLBACKS_ALONE, WINDOW_ALONE = 20, 40
 #: Traces in a row that the TraceGraph did not cover before the dynamic phase.
@@ -166,7 +168,8 @@ class ProgramState:
             self._untraceable(why_untraceable)
         if self.phase in (Phase.DYNAMIC, Phase.EAGER):
             return
-        if sum(self.recent) > (MAX_FALLBACKS_ALONE if core is None else MAX_FALLBACKS):
+        never = core is not None and len(self.recent) == HOPELESS and all(self.recent)
+        if never or sum(self.recent) > (MAX_FALLBACKS_ALONE if core is None else MAX_FALLBACKS):
             which = f"{sum(self.recent)} of the latest {len(self.recent)} iterations"
             self._go_dynamic(cause("CX0117", which, why.where))
         elif self.phase is Phase.TRACING:

@@ -79,8 +79,6 @@ def place_graph(module: GraphModule, **options: Any) -> Callable[..., Any]:
 
 def made_up(spec: TensorSpec) -> torch.Tensor:
     """Positive numbers below 1, and zeros for indices and masks: valid wherever the real ones are."""
-    out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     if not spec.dtype.is_floating_point:
-        return out.zero_()
-    generator = torch.Generator().manual_seed(0)
-    return out.copy_(torch.rand(spec.shape, generator=generator))
+        return spec.lay_out(torch.zeros(spec.shape))
+    return spec.lay_out(torch.rand(spec.shape, generator=torch.Generator().manual_seed(0)))

@@ -33,6 +33,14 @@ class TensorSpec:
         """The spec of a real or fake tensor."""
         return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
 
+    def lay_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor copied to these strides; along a dimension of stride 0 its first element is repeated."""
+        repeated = [stride == 0 and size > 1 for size, stride in zip(self.shape, self.stride, strict=True)]
+        size = [1 if again else n for n, again in zip(self.shape, repeated, strict=True)]
+        first = tensor[tuple(slice(1) if again else slice(None) for again in repeated)]
+        out = torch.empty_strided(size, self.stride, dtype=self.dtype, device=self.device)
+        return out.copy_(first).expand(self.shape)
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 

@@ -64,8 +64,13 @@ class Placed:
                     "backward graph too."
                 )
             if tensor.stride() != spec.stride:
-                laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-                tensor = laid_out.copy_(tensor)
+                laid_out = spec.lay_out(tensor)
+                if 0 in spec.stride and not torch.equal(laid_out, tensor):
+                    raise CaptureError(
+                        f"input {position} was expanded when the model was optimized, and is not now: its "
+                        "elements differ along that dimension. Optimize again with such an input."
+                    )
+                tensor = laid_out
             out.append(tensor)
         return out
 

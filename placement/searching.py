@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 Level = Literal["op", "graph"]
 OP_LEVEL_SHARE = 0.6
 """Of the budget, for measuring costs; the rest is the graph-level search's."""
+NOISE = 1.03
+"""How far apart costs of the final comparison may be and say nothing."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,17 @@ class Explored:
     """The best of the contenders."""
     contenders: dict[str, Callable[..., tuple[torch.Tensor, ...]]]
     """What was compared in the end, by name, as functions of the graph's inputs."""
+
+
+def simplest_of_the_best(measured: Mapping[str, Measurement], placements: Mapping[str, Placement]) -> str:
+    """The placement that leaves ATen for the fewest parts, of those that noise doesn't tell from the best."""
+    best = min(m.cost_s for m in measured.values())
+    close = [name for name, m in measured.items() if m.cost_s <= NOISE * best]
+
+    def moved(name: str) -> int:
+        return sum(part.backend != REFERENCE for part in placements[name].parts)
+
+    return min(close, key=lambda name: (moved(name), measured[name].cost_s))
 
 
 @dataclass
@@ -86,7 +99,7 @@ class Search:
             singles = {f"single {b.name}": self._single(b) for b in self.backends}
             contenders.update({name: p for name, p in singles.items() if p is not None})
         measured = self._compare(contenders)
-        winner = min(measured, key=lambda name: measured[name].cost_s)
+        winner = simplest_of_the_best(measured, contenders)
         marks.append(time.perf_counter())
         placement = contenders[winner]
         spent = self.measurer.spent

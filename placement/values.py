@@ -53,8 +53,7 @@ def draw(spec: TensorSpec, distribution: Distribution, seed: int) -> torch.Tenso
     dtype = spec.dtype if spec.dtype.is_floating_point else torch.float32
     values = torch.randn(spec.shape, generator=generator, dtype=torch.float32)
     values.mul_(distribution.deviation).add_(distribution.mean).clamp_(distribution.low, distribution.high)
-    out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    return out.copy_(values.to(dtype))
+    return spec.lay_out(values.to(dtype))
 
 
 def describe(value: torch.Tensor) -> torch.Tensor | Distribution:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import networkx as nx
@@ -230,15 +231,26 @@ class _Builder:
     # --- results ---
 
     def conflicting_captures(self) -> set[int]:
-        """Captured tensors in argument positions that do not always hold the same tensor."""
+        """Captured tensors in argument positions that do not always hold the same tensor.
+
+        What one round of a loop does not always take the same, the other rounds will not either.
+        """
         uids = {index: uid for uid, index in self.captured.items()}
         conflicting: set[int] = set()
-        for draft in self.drafts:
-            for column in zip(*(a.bindings for a in draft.alternatives), strict=True):
-                externals = {b for b in column if isinstance(b, (Captured, Fed))}
-                if len(externals) > 1:
+        for ids in self.by_event.values():
+            rounds = [self._externals_by_argument(self.drafts[i]) for i in ids]
+            for columns in zip_longest(*rounds, fillvalue=frozenset()):
+                if any(len(column) > 1 for column in columns):
+                    externals = frozenset().union(*columns)
                     conflicting |= {uids[b.index] for b in externals if isinstance(b, Captured)}
         return conflicting
+
+    @staticmethod
+    def _externals_by_argument(draft: _Draft) -> list[frozenset[Captured | Fed]]:
+        return [
+            frozenset(b for b in column if isinstance(b, (Captured, Fed)))
+            for column in zip(*(a.bindings for a in draft.alternatives), strict=True)
+        ]
 
     def _pins(self, seen: list[dict[tuple[int, int], Number]]) -> tuple[tuple[int, int, Number], ...]:
         """Numbers that vary in the graph, but never did where these were seen."""

@@ -88,8 +88,7 @@ def conforming(run: Run, outputs: Sequence[torch.Tensor], specs: Sequence[Tensor
 
     def run_with_strides(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(
-            o if o.stride() == s.stride else torch.empty_strided(s.shape, s.stride, dtype=s.dtype).copy_(o)
-            for o, s in zip(run(*inputs), specs, strict=True)
+            o if o.stride() == s.stride else s.lay_out(o) for o, s in zip(run(*inputs), specs, strict=True)
         )
 
     return run_with_strides

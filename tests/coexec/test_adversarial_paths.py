@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from coexec._native import core
 from tests.coexec.harness import coexecuted, compare, linear, nothing, train, weights
 
 SAME = (
@@ -221,3 +223,39 @@ def test_an_integer_tensor_that_is_passed_on_is_not_looked_at(compared):
             train(s, F.cross_entropy(s.model(torch.randn(5, 4)), labels.cpu().long().contiguous()))
 
     assert coexecuted(compared(linear, step, 8), 4)
+
+
+def test_a_layer_that_always_was_the_second_may_be_the_first(compared):
+    used = [(0, 2), (1, 2), (0, 2), (1, 2), (2, 3), (0, 3), (2, 3), (1, 3)]
+
+    def make():
+        layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(4))
+        return SimpleNamespace(model=layers, optimizer=torch.optim.SGD(layers.parameters(), lr=0.1))
+
+    def step(s, k, tape):
+        x = torch.randn(5, 3)
+        with tape():
+            for i, layer in enumerate(s.model):
+                if i in used[k % len(used)]:
+                    x = x + layer(x).tanh()
+            train(s, x.square().mean())
+
+    report = compared(make, step, 24)
+
+    assert report.fallbacks == 0, report.summary()
+    assert coexecuted(report, 18)
+
+
+@pytest.mark.skipif(core is None, reason="the native core is not built")
+def test_a_program_that_only_falls_back_at_first_is_run_call_by_call():
+    def step(s, k, tape):
+        x = torch.randn(8)
+        with tape():
+            loss = (x.roll(max(k - 1, 0)) * s.w[:1]).sum()
+            s.w.grad = None
+            loss.backward()
+
+    report = compare(weights("w"), step, 12)
+
+    assert report.phase == "dynamic"
+    assert report.fallbacks == 2, report.summary()

@@ -7,12 +7,15 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.errors import CostLogError
+from placement.graph import TensorSpec
 from placement.measuring.log import CostLog, Key
 from placement.measuring.protocol import Measurement, Protocol, compare, is_tie, measure, summarize
+from placement.measuring.trial import conforming
 
 KEY = Key("segment", "aten", "2.13", 1, "a processor", "wall")
 
@@ -114,3 +117,13 @@ def test_a_file_that_is_no_log_is_refused_with_what_to_do(tmp_path):
     sqlite3.connect(tmp_path / "newer").execute("PRAGMA user_version = 99").connection.close()
     with pytest.raises(CostLogError, match="version 99"):
         CostLog(tmp_path / "newer")
+
+
+def test_outputs_get_the_strides_of_the_graph_even_where_it_repeats_elements():
+    graph = torch.arange(3.0)[:, None].expand(3, 4)
+    run = conforming(lambda: (graph.contiguous(),), [graph.contiguous()], [TensorSpec.of(graph)])
+
+    [output] = run()
+
+    assert output.stride() == graph.stride() == (1, 0)
+    assert torch.equal(output, graph)

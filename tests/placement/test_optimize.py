@@ -13,9 +13,12 @@ from placement.backends.aten import Aten
 from placement.backends.base import Backend
 from placement.backends.inductor import Inductor
 from placement.backends.prepacked import ChannelsLast, Prepacked
+from placement.capture import capture
 from placement.measuring.log import CostLog
-from placement.placements import Placement
+from placement.measuring.protocol import Measurement
+from placement.placements import Part, Placement
 from placement.registry import Registry
+from placement.searching import NOISE, simplest_of_the_best
 from tests.placement.graphs import Attention, Block, TwoOutputs, seeded
 
 
@@ -50,8 +53,32 @@ def test_without_any_optional_backend_aten_and_inductor_do_it(quick, block):
 def test_nothing_measured_in_the_end_is_faster_than_what_is_returned(quick, block):
     model, examples = block
     report = placement.optimize(model, examples, registry=registry(), protocol=quick, level="op").report()
-    assert report.measured_s == min(m.cost_s for m in report.measured.values())
+    assert report.measured_s <= NOISE * min(m.cost_s for m in report.measured.values())
     assert {"single aten", "single aten-channels-last", "single aten-prepacked"} <= set(report.measured)
+
+
+@pytest.mark.parametrize(("single_ms", "winner"), [(1.02, "single inductor"), (1.05, "op-level")])
+def test_what_noise_cannot_tell_apart_is_decided_by_the_fewest_parts(single_ms, winner, block):
+    graph = capture(*block).graph
+    singles = Placement.single(graph, "inductor")
+    mixed = Placement.of(graph, [Part(1, "inductor"), Part(graph.all & ~1, "aten-prepacked")])
+    times = {"op-level": 1.0, "single inductor": single_ms}
+    measured = {name: Measurement("ok", ms, ms, ms, 30) for name, ms in times.items()}
+
+    assert simplest_of_the_best(measured, {"op-level": mixed, "single inductor": singles}) == winner
+
+
+def test_an_input_that_was_expanded_has_to_be_one_again(quick):
+    class Add(torch.nn.Module):
+        def forward(self, x):
+            return x * 2 + 1
+
+    x = torch.randn(1, 6).expand(4, 6)
+    placed = placement.optimize(Add(), (x,), registry=registry(), protocol=quick, level="op", log=None)
+
+    torch.testing.assert_close(placed(x.contiguous()), x * 2 + 1)
+    with pytest.raises(placement.PlacementError, match="was expanded"):
+        placed(torch.randn(4, 6))
 
 
 def test_a_second_search_takes_its_costs_from_the_log(quick, block, log_path):
