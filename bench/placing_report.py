@@ -33,43 +33,84 @@ def costs(modes: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, floa
 
 def summary(results: Rows) -> str:
     """A table for each workload, and one of what placement gains over the best of the others."""
-    texts, rows, gains = [], [], []
+    texts = [f"{name}, batch {batch}\n{_table(modes)}" for (name, batch), modes in groups_of(results).items()]
+    rows = gains(results)
+    return "\n\n".join([*texts, plain_table(GAINS, rows)] if rows else texts)
+
+
+GAINS = (
+    "workload",
+    "placed ms (p10)",
+    "chosen",
+    "best single / placed",
+    "best of eager and compile / placed",
+    "op-level search s: cold / log",
+    "graph-level s",
+)
+"""The head of the table that `gains` makes the rows of."""
+
+
+def gains(results: Rows) -> list[tuple[str, ...]]:
+    """What placement gains over the best of the others, for each workload and in the mean."""
+    rows: list[tuple[str, ...]] = []
+    ratios = []
     for (name, batch), modes in groups_of(results).items():
-        texts.append(f"{name}, batch {batch}\n{_table(modes)}")
         placed = costs(modes, "placement:two-level")
         singles, others = costs(modes, "single:"), {**costs(modes, "eager"), **costs(modes, "compile:")}
         if not (placed and singles and others):
             continue
         ours = placed["placement:two-level"]
         best_single, best_other = min(singles, key=singles.__getitem__), min(others, key=others.__getitem__)
-        gain = (singles[best_single] / ours, others[best_other] / ours)
-        gains.append(gain)
+        ratio = (singles[best_single] / ours, others[best_other] / ours)
+        ratios.append(ratio)
         op, final = modes["placement:op"], modes["placement:two-level"]
         rows.append(
             (
                 f"{name} {batch}",
                 f"{ours:.2f}",
                 final["chosen"],
-                f"{gain[0]:.2f} ({best_single.removeprefix('single:')})",
-                f"{gain[1]:.2f} ({best_other})",
+                f"{ratio[0]:.2f} ({best_single.removeprefix('single:')})",
+                f"{ratio[1]:.2f} ({best_other})",
                 f"{op['search_cold_s']:.0f} / {op['search_with_log_s']:.1f}",
                 f"{final['search_graph_level_s']:.0f}",
             )
         )
-    if gains:
-        over_single, over_torch = np.exp(np.log(np.array(gains)).mean(0))
+    if ratios:
+        over_single, over_torch = np.exp(np.log(np.array(ratios)).mean(0))
         rows.append(("geometric mean", "", "", f"{over_single:.3f}", f"{over_torch:.3f}", "", ""))
-        head = (
-            "workload",
-            "placed ms (p10)",
-            "chosen",
-            "best single / placed",
-            "best of eager and compile / placed",
-            "op-level search s: cold / log",
-            "graph-level s",
+    return rows
+
+
+def is_ablation(mode: str) -> bool:
+    """Whether a mode is the placement with some of the backends."""
+    return mode.startswith("ablation:")
+
+
+def ablations(results: Rows) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table: eager's cost over that of the placement as backends are added one by one."""
+    groups = {
+        key: modes for key, modes in groups_of(results).items() if any(is_ablation(mode) for mode in modes)
+    }
+    added = dict.fromkeys(m for modes in groups.values() for m in modes if is_ablation(m))
+    rows = []
+    for (name, batch), modes in groups.items():
+        own, eager = costs(modes, "ablation:"), costs(modes, "eager")["eager"]
+        rows.append([f"{name} {batch}", *(f"{eager / own[m]:.2f}" if m in own else "-" for m in added)])
+    return ["", *(m.removeprefix("ablation:") for m in added)], rows
+
+
+def speeds(results: Rows) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table: eager's cost over that of each mode, for each workload."""
+    groups = groups_of(results)
+    shown = dict.fromkeys(m for modes in groups.values() for m in modes if not is_ablation(m))
+    rows = []
+    for mode in shown:
+        cells = [costs(modes, mode).get(mode) for modes in groups.values()]
+        eager = [costs(modes, "eager")["eager"] for modes in groups.values()]
+        rows.append(
+            [mode, *("-" if c is None else f"{e / c:.2f}" for c, e in zip(cells, eager, strict=True))]
         )
-        texts.append(plain_table(head, rows))
-    return "\n\n".join(texts)
+    return ["", *(f"{name} {batch}" for name, batch in groups)], rows
 
 
 def _table(modes: Mapping[str, Mapping[str, Any]]) -> str:
@@ -97,9 +138,7 @@ def speed_plot(results: Rows, path: Path) -> None:
     from matplotlib.figure import Figure
 
     groups = groups_of(results)
-    shown = list(
-        dict.fromkeys(m for modes in groups.values() for m in modes if not m.startswith("ablation:"))
-    )
+    shown = list(dict.fromkeys(m for modes in groups.values() for m in modes if not is_ablation(m)))
     figure = Figure(figsize=(2 + 2.2 * len(groups), 4), layout="constrained")
     axes = figure.add_subplot()
     width = 0.85 / len(shown)

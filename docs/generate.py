@@ -28,10 +28,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import coexec
+from bench import placing_report
 from bench.commands.coverage import outcome
 from bench.peers import PEERS
 from bench.records import Result, result_from_json
@@ -256,6 +258,28 @@ def coverage() -> str:
     return "\n".join([markdown_table(["", *columns], [*rows, counts]), "", *sources.values()])
 
 
+def placement_results() -> list[dict[str, Any]]:
+    """What the records of `bench placement` hold, in the order of batch sizes and workloads."""
+    paths = (ROOT / "bench" / "results").glob("placement_*.json")
+    rows = [row for path in sorted(paths) for row in json.loads(path.read_text())["results"]]
+    return sorted(rows, key=lambda row: row["batch"])
+
+
+def placement_gains() -> str:
+    """What placement gains over the best of the others."""
+    return markdown_table(placing_report.GAINS, placing_report.gains(placement_results()))
+
+
+def placement_speeds() -> str:
+    """How fast each mode is, relative to eager."""
+    return markdown_table(*placing_report.speeds(placement_results()))
+
+
+def placement_ablation() -> str:
+    """How fast the placement is, relative to eager, with more and more backends."""
+    return markdown_table(*placing_report.ablations(placement_results()))
+
+
 _PARTS: dict[str, Callable[..., str]] = {
     "reasons": reasons_table,
     "reason": reason,
@@ -264,6 +288,9 @@ _PARTS: dict[str, Callable[..., str]] = {
     "divergences": divergences,
     "divergence count": divergence_count,
     "coverage": coverage,
+    "placement gains": placement_gains,
+    "placement speeds": placement_speeds,
+    "placement ablation": placement_ablation,
 }
 
 

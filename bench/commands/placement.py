@@ -5,7 +5,7 @@ max-autotune, and frozen; each backend alone for the whole graph (single:NAME); 
 (placement:op); and what placement.optimize returns (placement:two-level). The search's time is recorded
 cold and with the log of the cold one. With --ablation, backends are added one by one.
 
-A record of an earlier run is shown again with --show FILE.json.
+Records of earlier runs are shown again with --show FILE.json.
 """
 
 from __future__ import annotations
@@ -84,13 +84,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the record here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the speeds")
     parser.add_argument("--convergence", type=Path, metavar="FILE.png", help="draw the graph-level searches")
-    parser.add_argument("--show", type=Path, metavar="FILE.json", help="show a record instead of measuring")
+    parser.add_argument(
+        "--show",
+        type=Path,
+        action="append",
+        metavar="FILE.json",
+        help="show a record instead of measuring; repeatable",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure or show, write what was asked for; the status says whether every mode equalled eager."""
     if options.show:
-        results = json.loads(options.show.read_text())["results"]
+        results = [row for path in options.show for row in json.loads(path.read_text())["results"]]
     else:
         measured = _measure(options)
         results = record(options.given, measured)["results"]
