@@ -5,6 +5,8 @@
 #include "location.h"
 #include "meta.h"
 #include "runner.h"
+#include "slots.h"
+#include "waiting.h"
 
 #include <ATen/Functions.h>
 #include <pybind11/stl.h>
@@ -13,6 +15,7 @@
 
 #include <cmath>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace py = pybind11;
 
@@ -40,7 +43,10 @@ struct Alternative {
 // Objects of Python that the walker makes and reads.
 struct WalkerNames {
   Names calls;
-  py::object symbol, record, binding, meta, at;
+  py::object symbol, record;
+  Slot at, checked, exposed;                                        // of an Iteration
+  Slot tensor, binding, meta, history;                              // of a Symbol
+  Slot node, key, ambient, tokens, numbers, location, exposure;     // of an EventRecord
 };
 
 struct Node {
@@ -54,6 +60,8 @@ struct Node {
   std::vector<Meta> output_metas;
   std::vector<py::object> output_bindings, output_histories;
   py::object result;
+  py::object id_object, location_object;
+  int64_t fetch = -1;  // the slot of a number that Python looks at with Tensor.item
   bool simple;
 };
 
@@ -90,6 +98,9 @@ Node make_node(const py::dict& d) {
   n.output_bindings = d["output_bindings"].cast<std::vector<py::object>>();
   n.output_histories = d["output_histories"].cast<std::vector<py::object>>();
   n.result = d["result"];
+  n.id_object = d["id"];
+  n.location_object = d["location"];
+  n.fetch = d["fetch"].cast<int64_t>();
   n.simple = d["simple"].cast<bool>();
   return n;
 }
@@ -104,8 +115,11 @@ class Walker {
 
   // Binds the walker to an iteration: Python's dictionaries and lists, and the GraphRunner.
   // With `exclusive`, what is fed is copied unless nobody else can reach its memory.
-  void begin(py::object iteration, Runner* runner, py::object outermost, bool exclusive) {
+  // A runner that is `watched` is asked for values by Python only.
+  void begin(py::object iteration, Runner* runner, py::object outermost, bool exclusive, bool watched) {
     exclusive_ = exclusive;
+    watched_ = watched;
+    stall_s_ = 0;
     iteration_ = std::move(iteration);
     symbols_ = iteration_.attr("symbols");
     placeholders_ = iteration_.attr("placeholders");
@@ -125,24 +139,29 @@ class Walker {
     runner_ = nullptr;
   }
 
-  py::object step(const py::object& function, const py::tuple& args, const py::object& kwargs) {
+  // Seconds that fetches have waited in this iteration.
+  double stall_s() const { return stall_s_; }
+
+  py::object step(PyObject* function, PyObject* args, PyObject* kwargs) {
     py::object not_implemented = py::reinterpret_borrow<py::object>(Py_NotImplemented);
-    auto at = py::getattr(iteration_, names_.at).cast<int64_t>();
+    if (PyList_GET_SIZE(names_.exposed.get(iteration_.ptr())) != 0) return not_implemented;
+    int64_t at = PyLong_AsLongLong(names_.at.get(iteration_.ptr()));
     auto found = children_.find(at);
     if (found == children_.end()) return not_implemented;
     int64_t location = -2;
     for (int64_t child : found->second) {
       const Node& node = nodes_[child];
-      if (!node.simple || !equal(node.function.ptr(), function.ptr())) continue;
+      if (!node.simple || !equal(node.function.ptr(), function)) continue;
       if (location == -2) location = locate(1, outermost_.ptr());
       if (node.location != location) continue;
       arguments_.tensors.clear();
       arguments_.numbers.clear();
-      if (!match_call(args.ptr(), kwargs.ptr(), node.key.ptr(), names_.calls, arguments_)) continue;
+      if (!match_call(args, kwargs, node.key.ptr(), names_.calls, arguments_)) continue;
       if (!fits(node)) continue;
       for (const Alternative& alternative : node.alternatives) {
         if (!binds(alternative)) continue;
         if (exclusive_ && feeds_what_it_writes(alternative)) return not_implemented;
+        if (node.fetch >= 0 && (watched_ || !memory_is_checked())) return not_implemented;
         return take(node, alternative, at);
       }
     }
@@ -157,20 +176,21 @@ class Walker {
     }
     if (!same_ambient(node)) return false;
     found_.clear();
+    symbolic_.clear();
     for (size_t i = 0; i < node.metas.size(); ++i) {
       PyObject* tensor = arguments_.tensors[i];
       PyObject* symbol = lookup(symbols_, tensor);
+      symbolic_.push_back(symbol != nullptr);
       if (symbol) {
-        py::object meta = py::handle(symbol).attr(names_.meta);
-        if (!equal(meta.ptr(), node.metas[i].python.ptr())) return false;
-        found_.push_back(py::handle(symbol).attr(names_.binding));
+        if (!equal(names_.meta.get(symbol), node.metas[i].python.ptr())) return false;
+        found_.push_back(py::reinterpret_borrow<py::object>(names_.binding.get(symbol)));
       } else {
         if (!THPVariable_CheckExact(tensor)) return false;
         const at::Tensor& external = THPVariable_Unpack(tensor);
         if (!node.metas[i].fits(external)) return false;
         if (is_exposed(external)) return false;
         PyObject* known = lookup(externals_, tensor);
-        found_.push_back(known ? py::reinterpret_borrow<py::object>(known) : py::none());
+        found_.push_back(known ? py::reinterpret_borrow<py::object>(known) : py::object());
       }
     }
     return true;
@@ -199,7 +219,7 @@ class Walker {
   bool binds(const Alternative& alternative) {
     for (size_t i = 0; i < found_.size(); ++i) {
       PyObject* expected = alternative.bindings[i].ptr();
-      if (!found_[i].is_none()) {
+      if (found_[i]) {
         if (!equal(found_[i].ptr(), expected)) return false;
       } else if (!alternative.fed_here[i]) {  // it is new in this iteration
         return false;
@@ -209,28 +229,64 @@ class Walker {
   }
 
   static PyObject* lookup(const py::object& dict, PyObject* tensor) {
-    py::object key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(tensor));
-    PyObject* value = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+    PyObject* value = PyDict_GetItemWithError(dict.ptr(), id_of(tensor).ptr());
     if (!value && PyErr_Occurred()) throw py::error_already_set();
     return value;
   }
 
+  // External tensors share memory only as traces have shown; Python checks that when new ones have been fed.
+  bool memory_is_checked() const {
+    return PyLong_AsLongLong(names_.checked.get(iteration_.ptr())) == PyDict_GET_SIZE(fed_.ptr());
+  }
+
   py::object take(const Node& node, const Alternative& alternative, int64_t at) {
+    send_path(node, alternative, at);
+    py::tuple tokens(found_.size()), numbers(arguments_.numbers.size());
+    for (size_t i = 0; i < found_.size(); ++i) {
+      py::handle tensor(arguments_.tensors[i]);
+      PyTuple_SET_ITEM(tokens.ptr(), i, Py_NewRef(symbolic_[i] ? found_[i].ptr() : tensor.ptr()));
+      if (!found_[i] && !lookup(externals_, tensor.ptr())) {
+        externals_[id_of(tensor.ptr())] = alternative.bindings[i];
+        fed_[alternative.bindings[i]] = tensor;
+      }
+    }
+    send_values(node, alternative);
+    for (size_t i = 0; i < arguments_.numbers.size(); ++i) {
+      PyTuple_SET_ITEM(numbers.ptr(), i, Py_NewRef(arguments_.numbers[i]));
+    }
+    py::object fetched;
+    if (node.fetch >= 0 && !fetch(node.fetch, fetched)) {
+      return py::reinterpret_borrow<py::object>(Py_NotImplemented);  // Python meets the failure again
+    }
+    names_.at.set(iteration_.ptr(), node.id_object.ptr());
+    if (PyList_Append(path_.ptr(), node.id_object.ptr()) < 0) throw py::error_already_set();
+    py::object record = make_record(node, tokens, numbers);
+    if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
+    if (node.fetch >= 0) return fetched;
+    std::vector<py::object> outputs;
+    for (size_t i = 0; i < node.output_metas.size(); ++i) {
+      auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(node.output_metas[i].hollow()));
+      py::object symbol = make_instance(names_.symbol.ptr());
+      names_.tensor.set(symbol.ptr(), tensor.ptr());
+      names_.binding.set(symbol.ptr(), node.output_bindings[i].ptr());
+      names_.meta.set(symbol.ptr(), node.output_metas[i].python.ptr());
+      names_.history.set(symbol.ptr(), node.output_histories[i].ptr());
+      put(symbols_, id_of(tensor.ptr()), symbol);
+      put(placeholders_, node.output_bindings[i], symbol);
+      outputs.push_back(std::move(tensor));
+    }
+    return build(node.result, outputs, arguments_.tensors, names_.calls);
+  }
+
+  void send_path(const Node& node, const Alternative& alternative, int64_t at) {
     auto edge = node.edges.find(at);
     if (edge != node.edges.end()) {
       for (int64_t message : edge->second) runner_->send(message);
     }
     if (alternative.select >= 0) runner_->send(alternative.select);
-    py::list tokens, numbers;
-    for (size_t i = 0; i < found_.size(); ++i) {
-      py::handle tensor(arguments_.tensors[i]);
-      bool symbolic = lookup(symbols_, tensor.ptr()) != nullptr;
-      tokens.append(symbolic ? py::handle(found_[i]) : tensor);
-      if (!symbolic && found_[i].is_none() && !lookup(externals_, tensor.ptr())) {
-        externals_[py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(tensor.ptr()))] = alternative.bindings[i];
-        fed_[alternative.bindings[i]] = tensor;
-      }
-    }
+  }
+
+  void send_values(const Node& node, const Alternative& alternative) {
     for (const FeedPlan& feed : alternative.feeds) {
       at::Tensor tensor = THPVariable_Unpack(arguments_.tensors[feed.argument]);
       if (!feed.written && exclusive_ && tensor.storage().use_count() > 1) {
@@ -252,21 +308,59 @@ class Walker {
         late_.attr("append")(number.toDouble());
       }
     }
-    for (PyObject* number : arguments_.numbers) numbers.append(py::handle(number));
-    py::setattr(iteration_, names_.at, py::int_(node.id));
-    if (PyList_Append(path_.ptr(), py::int_(node.id).ptr()) < 0) throw py::error_already_set();
-    py::object record = names_.record(node.node, node.key, node.ambient, tokens, numbers, node.location);
-    if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
-    std::vector<py::object> outputs;
-    for (size_t i = 0; i < node.output_metas.size(); ++i) {
-      auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(node.output_metas[i].hollow()));
-      py::object symbol =
-          names_.symbol(tensor, node.output_bindings[i], node.output_metas[i].python, node.output_histories[i]);
-      symbols_[py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(tensor.ptr()))] = symbol;
-      placeholders_[node.output_bindings[i]] = symbol;
-      outputs.push_back(std::move(tensor));
+  }
+
+  // A number that the GraphRunner has computed, as Tensor.item gives it; false if the graph has failed.
+  bool fetch(int64_t slot, py::object& number) {
+    auto began = std::chrono::steady_clock::now();
+    at::Tensor value;
+    try {
+      value = runner_->fetch(slot).toTensor();
+    } catch (const py::error_already_set&) {
+      stall_s_ += seconds_since(began);
+      throw;  // Ctrl-C
+    } catch (const std::exception&) {
+      stall_s_ += seconds_since(began);
+      return false;
     }
-    return build(node.result, outputs, arguments_.tensors, names_.calls);
+    stall_s_ += seconds_since(began);
+    // Not through the mode that looks for operations on placeholders.
+    c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
+    at::Scalar scalar;
+    if (value.is_cpu()) {
+      scalar = value.item();
+    } else {
+      py::gil_scoped_release release;
+      scalar = value.item();
+    }
+    if (scalar.isBoolean()) {
+      number = py::bool_(scalar.toBool());
+    } else if (scalar.isFloatingPoint()) {
+      number = py::float_(scalar.toDouble());
+    } else {
+      number = py::int_(scalar.toLong());
+    }
+    return true;
+  }
+
+  py::object make_record(const Node& node, const py::tuple& tokens, const py::tuple& numbers) const {
+    py::object record = make_instance(names_.record.ptr());
+    names_.node.set(record.ptr(), node.node.ptr());
+    names_.key.set(record.ptr(), node.key.ptr());
+    names_.ambient.set(record.ptr(), node.ambient.ptr());
+    names_.tokens.set(record.ptr(), tokens.ptr());
+    names_.numbers.set(record.ptr(), numbers.ptr());
+    names_.location.set(record.ptr(), node.location_object.ptr());
+    names_.exposure.set(record.ptr(), Py_None);
+    return record;
+  }
+
+  static py::object id_of(PyObject* tensor) {
+    return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(tensor));
+  }
+
+  static void put(const py::object& dict, const py::object& key, const py::object& value) {
+    if (PyDict_SetItem(dict.ptr(), key.ptr(), value.ptr()) < 0) throw py::error_already_set();
   }
 
   WalkerNames names_;
@@ -280,11 +374,85 @@ class Walker {
   Runner* runner_ = nullptr;
   bool exclusive_ = false;
   Arguments arguments_;
-  std::vector<py::object> found_;  // the binding of each tensor argument; None for one that is new
+  std::vector<py::object> found_;  // the binding of each tensor argument; null for one that is new
+  std::vector<bool> symbolic_;     // of each tensor argument: whether it is a placeholder
+  double stall_s_ = 0;             // in fetches of this iteration
+  bool watched_ = false;           // somebody times the fetches
 };
 
 WalkerNames walker_names_from(const py::dict& d) {
-  return {names_from(d), d["Symbol"], d["EventRecord"], py::str("binding"), py::str("meta"), py::str("at")};
+  WalkerNames n;
+  n.calls = names_from(d);
+  n.symbol = d["Symbol"];
+  n.record = d["EventRecord"];
+  py::object iteration = d["Iteration"];
+  n.at = Slot(iteration, "at");
+  n.checked = Slot(iteration, "checked");
+  n.exposed = Slot(iteration, "exposed");
+  n.tensor = Slot(n.symbol, "tensor");
+  n.binding = Slot(n.symbol, "binding");
+  n.meta = Slot(n.symbol, "meta");
+  n.history = Slot(n.symbol, "history");
+  n.node = Slot(n.record, "node");
+  n.key = Slot(n.record, "key");
+  n.ambient = Slot(n.record, "ambient");
+  n.tokens = Slot(n.record, "tokens");
+  n.numbers = Slot(n.record, "numbers");
+  n.location = Slot(n.record, "location");
+  n.exposure = Slot(n.record, "exposure");
+  return n;
+}
+
+// A walker as the `self` of a C function, kept alive by it.
+struct Bound {
+  Walker* walker;
+  py::object owner;
+};
+
+// step(function, args, kwargs); each torch call comes through here.
+PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyTuple_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "step takes a function, a tuple of arguments, and keywords or None");
+    return nullptr;
+  }
+  auto* bound = static_cast<Bound*>(PyCapsule_GetPointer(self, nullptr));
+  try {
+    return bound->walker->step(args[0], args[1], args[2]).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+py::object bound_step(py::object owner) {
+  static PyMethodDef definition{"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&step)), METH_FASTCALL,
+                                "Answers a torch call, or returns NotImplemented and has changed nothing."};
+  auto* walker = owner.cast<Walker*>();
+  py::capsule self(new Bound{walker, std::move(owner)}, [](void* bound) { delete static_cast<Bound*>(bound); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
+}
+
+// The bindings of placeholders that somebody besides their symbols refers to.
+py::list held(const py::dict& symbols, const Slot& tensor, const Slot& binding) {
+  py::list out;
+  Py_ssize_t position = 0;
+  PyObject *key, *symbol;
+  while (PyDict_Next(symbols.ptr(), &position, &key, &symbol)) {
+    if (Py_REFCNT(tensor.get(symbol)) > 1) out.append(py::handle(binding.get(symbol)));
+  }
+  return out;
+}
+
+// Whether no two of the tensors (or None) are on the same memory.
+bool have_own_memory(const py::list& tensors) {
+  std::unordered_set<c10::StorageImpl*> seen;
+  for (const auto& tensor : tensors) {
+    if (tensor.is_none()) continue;
+    if (!seen.insert(THPVariable_Unpack(tensor.ptr()).storage().unsafeGetStorageImpl()).second) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -297,7 +465,12 @@ void bind_walker(py::module_& m) {
       }))
       .def("begin", &Walker::begin)
       .def("end", &Walker::end)
-      .def("step", &Walker::step);
+      .def("stall_s", &Walker::stall_s)
+      .def("step", &bound_step);
+  m.def("held", [](const py::dict& symbols, const py::object& cls) {
+    return held(symbols, Slot(cls, "tensor"), Slot(cls, "binding"));
+  });
+  m.def("have_own_memory", &have_own_memory);
   m.def("ambient_fingerprint", &ambient_fingerprint);
   m.def("is_transformed", &is_transformed);
 }

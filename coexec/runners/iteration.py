@@ -7,6 +7,7 @@ Out: records to replay, placeholders, external tensors; nothing here waits or co
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,10 +47,10 @@ class Iteration:
     inputs: dict[int, Exposure] = field(default_factory=dict)  # by id, on memory that NumPy may know
     alive: list[Produced] = field(default_factory=list)  # held by the program at the end
     location: int = -1
-    _numbers: dict[int, list[Number]] = field(default_factory=dict)  # of the first `_counted` records
+    _numbers: dict[int, Sequence[Number]] = field(default_factory=dict)  # of the first `_counted` records
     _counted: int = 0
 
-    def numbers(self) -> dict[int, list[Number]]:
+    def numbers(self) -> dict[int, Sequence[Number]]:
         """The numbers of each node so far."""
         for record in itertools.islice(self.records, self._counted, None):
             if isinstance(record, EventRecord):

@@ -33,6 +33,7 @@ class NativeRunner:
 
     def __init__(self) -> None:
         self.core = core.Runner()
+        self.watched = False  # somebody times what Python waits for
         self.send = self.core.send
         self.fetch = self.core.fetch
         self.commit = self.core.commit
@@ -50,6 +51,7 @@ class NativeRunner:
 
     def record_spans(self, on: bool) -> None:
         """Lets the thread keep when it executes and when it waits, or stops that."""
+        self.watched = on
         self.core.record_spans(on)
 
     def take_spans(self) -> Sequence[tuple[float, float, bool]]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from coexec._native import core
 from coexec._private import WithoutModes, enter, is_exclusive, is_exposed, leave
 from coexec.location import locate
 from coexec.runners import random_state
@@ -84,16 +85,17 @@ class PythonRunner(TorchFunctionMode):
         self._step: Callable[..., Any] | None = None  # answers what is simple, if there is a walker
         if isinstance(graph_runner, NativeRunner):
             self._walker = skeleton.walker
-            self._walker.begin(self.iteration, graph_runner.core, outermost, exclusive)
-            self._step = self._walker.step
+            self._walker.begin(self.iteration, graph_runner.core, outermost, exclusive, graph_runner.watched)
+            self._step = self._walker.step()
 
     # --- torch calls ------------------------------------------------------------------------------
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._step is not None and not self.iteration.exposed:
-            answer = self._step(function, args, kwargs)
+        step = self._step
+        if step is not None:
+            answer = step(function, args, kwargs)
             if answer is not NotImplemented:
                 return answer
         kwargs = kwargs or {}
@@ -152,6 +154,7 @@ class PythonRunner(TorchFunctionMode):
 
     def _let_go(self) -> None:
         if self._walker is not None:
+            self.stall_s += self._walker.stall_s()
             self._walker.end()
             self._walker = self._step = None
 
@@ -262,7 +265,8 @@ class PythonRunner(TorchFunctionMode):
         agreements = self.skeleton.agreements.get(node.id)
         if not agreements and not alternative.pins:
             return True
-        values = ChainMap({node.id: numbers}, self.iteration.numbers())
+        own: dict[int, Sequence[Number]] = {node.id: numbers}
+        values = ChainMap(own, self.iteration.numbers())
         if any(not same_number(values[n][slot], value) for n, slot, value in alternative.pins):
             return False
         return all(agree(origins, values) for origins in agreements or ())
@@ -500,9 +504,9 @@ class PythonRunner(TorchFunctionMode):
             *((self.skeleton.captured[i], it.captured[i]) for i in program.captured),
             *it.fed.items(),
         ]
-        storages = [0 if t is None else t.untyped_storage()._cdata for _, t in bound]
-        if len(set(storages)) == len(storages):
+        if core is not None and core.have_own_memory([t for _, t in bound]):
             return
+        storages = [0 if t is None else t.untyped_storage()._cdata for _, t in bound]
         by_memory: dict[int, list[Captured | Fed]] = {}
         for (ref, tensor), storage in zip(bound, storages, strict=True):
             if tensor is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,8 @@ class EventRecord:
     node: Node
     key: Hashable
     ambient: Hashable
-    tokens: list[Token]
-    numbers: list[Number]
+    tokens: Sequence[Token]
+    numbers: Sequence[Number]
     location: int
     exposure: Exposure | None = None
 

@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from coexec._native import core
 from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.iteration import Iteration
 from coexec.runners.placeholder import Symbol, dressed, realize
@@ -28,6 +29,9 @@ _NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_o
 
 def alive(iteration: Iteration) -> list[Produced]:
     """Placeholders that somebody besides this iteration refers to."""
+    if core is not None:
+        found: list[Produced] = core.held(iteration.symbols, Symbol)
+        return found
     return [s.binding for s in iteration.symbols.values() if _references(s) > _NO_REFERENCES]
 
 

@@ -6,12 +6,14 @@ Out: a `Walker` whose `step` answers the simple events; None where the native mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 
 from coexec._native import core
+from coexec.runners.iteration import Iteration
 from coexec.runners.placeholder import Symbol
 from coexec.runners.records import EventRecord
 from coexec.tracegraph import calls
@@ -29,7 +31,11 @@ NAMES = {
     "Tensor": torch.Tensor,
     "Symbol": Symbol,
     "EventRecord": EventRecord,
+    "Iteration": Iteration,
 }
+
+_NUMBERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+_NUMBERS |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def make_walker(
@@ -83,15 +89,29 @@ def _node(
         "output_bindings": list(outputs),
         "output_histories": [o.history for o in node.outputs],
         "result": node.result,
-        "simple": simple and _is_simple(node),
+        "fetch": plan.fetches[0] if _is_item(node) else -1,
+        "simple": simple and (_is_simple(node) or _is_item(node)),
     }
 
 
 def _is_simple(node: Node) -> bool:
     """Whether an event needs nothing but comparing its arguments."""
+    return node.kind is Kind.COMPUTE and _is_plain(node)
+
+
+def _is_item(node: Node) -> bool:
+    """Whether an event is `Tensor.item` of one number that Python has a type for."""
+    if node.kind is not Kind.FETCH or node.function is not torch.Tensor.item or not _is_plain(node):
+        return False
+    key: Any = node.key
+    [meta] = key[2]
+    return math.prod(meta.shape) == 1 and meta.dtype in _NUMBERS
+
+
+def _is_plain(node: Node) -> bool:
     special = node.backward or node.implicit_metas or node.rebinds or node.grads
     by_path = any(a.path is not None for a in node.alternatives)
-    return node.kind is Kind.COMPUTE and not special and not by_path and bool(node.alternatives)
+    return not special and not by_path and bool(node.alternatives)
 
 
 def encoded_meta(meta: TensorMeta) -> dict[str, Any]:
