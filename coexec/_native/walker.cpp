@@ -30,7 +30,8 @@ struct NumberPlan {
 
 struct FeedPlan {
   size_t argument;
-  bool late, written;
+  bool late;
+  bool itself;  // its memory is written, or seen through a result: a copy would not do
 };
 
 struct Alternative {
@@ -160,7 +161,7 @@ class Walker {
       if (!fits(node)) continue;
       for (const Alternative& alternative : node.alternatives) {
         if (!binds(alternative)) continue;
-        if (exclusive_ && feeds_what_it_writes(alternative)) return not_implemented;
+        if (exclusive_ && feeds_no_copy(alternative)) return not_implemented;
         if (node.fetch >= 0 && (watched_ || !memory_is_checked())) return not_implemented;
         return take(node, alternative, at);
       }
@@ -196,9 +197,9 @@ class Walker {
     return true;
   }
 
-  static bool feeds_what_it_writes(const Alternative& alternative) {
+  static bool feeds_no_copy(const Alternative& alternative) {
     for (const FeedPlan& feed : alternative.feeds) {
-      if (feed.written) return true;
+      if (feed.itself) return true;
     }
     return false;
   }
@@ -289,7 +290,7 @@ class Walker {
   void send_values(const Node& node, const Alternative& alternative) {
     for (const FeedPlan& feed : alternative.feeds) {
       at::Tensor tensor = THPVariable_Unpack(arguments_.tensors[feed.argument]);
-      if (!feed.written && exclusive_ && tensor.storage().use_count() > 1) {
+      if (!feed.itself && exclusive_ && tensor.storage().use_count() > 1) {
         tensor = tensor.detach().clone();
       }
       if (feed.late) {

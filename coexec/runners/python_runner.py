@@ -327,7 +327,7 @@ class PythonRunner(TorchFunctionMode):
                 it.fed[binding] = token
         for argument in plan.feeds[index] if plan.feeds else ():
             put = it.late.append if argument in plan.late else send
-            put(self._unshared(tokens[argument], Fed(node.id, argument) in program.written))
+            put(self._unshared(tokens[argument], Fed(node.id, argument)))
         for slot, transform, late in plan.numbers:
             (it.late.append if late else send)(TRANSFORMS[transform](numbers[slot]))
         it.at = node.id
@@ -350,14 +350,18 @@ class PythonRunner(TorchFunctionMode):
         it.records.append(record)
         return self._results(node, tensors, tokens)
 
-    def _unshared(self, token: Token, written: bool) -> torch.Tensor:
+    def _unshared(self, token: Token, ref: Fed) -> torch.Tensor:
         """The tensor to feed: a copy where somebody could write to its memory before it is read."""
         assert isinstance(token, torch.Tensor)
+        program = self.skeleton.program
+        written = ref in program.written
         if is_exposed(token):
+            if ref in program.seen and not written:
+                raise Mismatch("CX0114", "a result is on memory that an array shares with an input")
             self.iteration.inputs[id(token)] = exposure = expose(token, token)
             self.exclusive = self.exclusive and not written
             return token if written else exposure.contents
-        if written:
+        if written or ref in program.seen:
             self.exclusive = self.exclusive and is_exclusive(token)
             return token
         return token.detach().clone() if self.exclusive and not is_exclusive(token) else token

@@ -77,7 +77,7 @@ def _node(
             {
                 "bindings": a.bindings,
                 "feeds": [
-                    (i, i in plan.late, Fed(node.id, i) in program.written)
+                    (i, i in plan.late, Fed(node.id, i) in program.written | program.seen)
                     for i in (plan.feeds[index] if plan.feeds else ())
                 ],
                 "select": -1 if plan.select is None else plan.select[index],

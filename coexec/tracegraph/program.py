@@ -161,6 +161,7 @@ class Program:
             tensor, and how many elements behind its beginning.
         shadowed: external tensors that are written before the commit, on a copy.
         written: external tensors whose memory the program writes.
+        seen: fed tensors on whose memory Python gets results or arrays, so that no copy can be fed.
         random: whether it draws random numbers.
         metas: metadata of the registers that hold tensors.
         kept: registers that Python may read after the end.
@@ -179,6 +180,7 @@ class Program:
     rebased: dict[tuple[int, int], tuple[Captured | Fed, int]]
     shadowed: frozenset[Captured | Fed]
     written: frozenset[Captured | Fed]
+    seen: frozenset[Fed]
     random: bool
     metas: dict[int, TensorMeta]
     kept: frozenset[int]

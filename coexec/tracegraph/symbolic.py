@@ -15,6 +15,7 @@ from typing import Any
 import networkx as nx
 import torch
 
+from coexec.tracegraph import functions
 from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
 from coexec.tracegraph.graph import Captured, Fed, FedNumber, Node, NodeSource, NumberOrigin, TraceGraph
@@ -363,6 +364,7 @@ class _Lowering:
             rebased=rebased,
             shadowed=frozenset(shadowed),
             written=frozenset(written),
+            seen=self._seen(kept),
             random=self.random,
             metas=self.register_metas,
             kept=frozenset(kept),
@@ -423,6 +425,22 @@ class _Lowering:
                 if viewed:
                     rebased[node, output] = viewed[0], meta.offset - self.metas[viewed[0]].offset
         return rebased
+
+    def _seen(self, kept: set[int]) -> frozenset[Fed]:
+        """Fed tensors whose memory is that of results, or of arrays, that Python gets."""
+        source = {
+            e.instruction.slot: e.instruction.source for e in self.emitted if isinstance(e.instruction, Fetch)
+        }
+        arrays = {
+            source[slot]
+            for node in self.graph.nodes
+            if node.function in functions.SHARES_MEMORY and node.id in self.plans
+            for slot in self.plans[node.id].fetches
+        }
+        memory = {self._class(register) for register in kept | arrays}
+        return frozenset(
+            ref for ref, r in self.externals.items() if isinstance(ref, Fed) and self._class(r) in memory
+        )
 
     def _kept(self) -> set[int]:
         """Registers that Python may want when the iteration has ended."""

@@ -484,3 +484,25 @@ def test_the_array_of_a_parameter_sees_its_update(compared):
         return array.copy()
 
     compared(linear, step, 8)
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("shared", ["an array", "another tensor"])
+@pytest.mark.parametrize("result", ["the view", "an array of it"])
+def test_a_result_on_the_memory_of_an_input_is_on_that_memory(shared, result, synchronous):
+    def make():
+        return SimpleNamespace(model=torch.nn.Linear(3, 3), many=torch.randn(12, 4, 3), out=None, base=None)
+
+    def step(s, k, tape):
+        x = s.base = torch.from_numpy(s.many[k].numpy().copy()) if shared == "an array" else s.many[k]
+        with tape():
+            loss = (x + s.model(x)).square().mean()
+            s.model.zero_grad()
+            loss.backward()
+            view = x[1:].detach()
+            out = view if result == "the view" else view.numpy()
+        s.out = out
+        out[0] = k  # shows in the input
+        return loss
+
+    compare(make, step, 12, synchronous=synchronous)

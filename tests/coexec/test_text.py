@@ -52,6 +52,7 @@ def test_a_program_has_a_line_for_each_instruction():
         rebased={},
         shadowed=frozenset(),
         written=frozenset(),
+        seen=frozenset(),
         random=False,
         metas={},
         kept=frozenset({7}),
