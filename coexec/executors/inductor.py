@@ -63,20 +63,46 @@ def compile_blocks(program: Program, captured: dict[Captured, torch.Tensor]) -> 
     if core is None:
         raise Unsupported("compiled blocks need the native GraphRunner, which was not built")
     outside = _uses_outside(program)
+    written = {r for i in program.instructions if at_commit(i) for r in reads(i)}
     replaced: dict[int, list[Instruction]] = {}
     sizes = []
     for first, end in program.blocks:
         instructions = program.instructions[first:end]
-        body = [i for i in instructions if not at_commit(i)]
-        if not any(isinstance(i, (Call, Feed, Fetch)) for i in body):
-            continue
-        block = make_block(program, body, outside[first])
-        library = core.Library(_library(block, program))
-        compiled = Compiled(library, block.sources, block.outs)
-        sizes.append(sum(isinstance(i, Call) for i in body))
-        replaced[first] = [compiled, *(replace(i, release=()) for i in instructions if at_commit(i))]
+        stretches = _between_written_feeds([i for i in instructions if not at_commit(i)], written)
+        made: list[Instruction] = []
+        for position, stretch in enumerate(stretches):
+            if not _is_worth_compiling(stretch, written):
+                made += (replace(i, release=()) for i in stretch)
+                continue
+            later = {r for s in stretches[position + 1 :] for i in s for r in reads(i)}
+            block = make_block(program, stretch, outside[first] | later)
+            library = core.Library(_library(block, program))
+            made.append(Compiled(library, block.sources, block.outs))
+            sizes.append(sum(isinstance(i, Call) for i in stretch))
+        replaced[first] = [*made, *(replace(i, release=()) for i in instructions if at_commit(i))]
     spliced = _spliced(program, replaced)
     return replace(spliced, compiled=tuple(sizes), uncompiled=program.instructions)
+
+
+def _between_written_feeds(body: list[Instruction], written: set[int]) -> list[list[Instruction]]:
+    """Parts a block at feeds of tensors that the commit writes: a library gets copies of what it is fed."""
+    stretches: list[list[Instruction]] = [[]]
+    for instruction in body:
+        if _is_written_feed(instruction, written):
+            stretches += [[instruction], []]
+        else:
+            stretches[-1].append(instruction)
+    return [stretch for stretch in stretches if stretch]
+
+
+def _is_written_feed(instruction: Instruction, written: set[int]) -> bool:
+    return isinstance(instruction, Feed) and instruction.out in written
+
+
+def _is_worth_compiling(stretch: list[Instruction], written: set[int]) -> bool:
+    if _is_written_feed(stretch[0], written):
+        return False
+    return any(isinstance(i, (Call, Feed, Fetch)) for i in stretch)
 
 
 def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) -> Block:

@@ -109,3 +109,29 @@ def test_a_dtype_that_pytorch_would_confuse_in_compiled_code_is_left_to_aten(mon
     assert seen == expected
     assert torch.equal(found, grad)
     assert "confuses the dtypes" in coexec.explain().programs[0].summary()
+
+
+def test_a_parameter_that_is_fed_is_written():
+    from tests.coexec.harness import eager_tape
+
+    def run(tape):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        for k in range(10):
+            x = torch.randn(5, 4)
+            with tape():
+                loss = layers[k // 2 % 2](x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return layers
+
+    eager = run(eager_tape)
+    mine = run(lambda: coexec.GradientTape(executor="inductor", check=True))
+
+    [report] = coexec.explain().programs
+    assert report.steps["co-execution"] >= 4, report.summary()
+    assert all(block.executor == "inductor" for block in report.blocks), report.summary()
+    for ours, theirs in zip(mine.parameters(), eager.parameters(), strict=True):
+        assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
