@@ -375,15 +375,17 @@ def test_an_array_shows_what_the_block_writes_when_the_block_has_ended():
 
 
 @divergence("silent")
-def test_a_view_of_an_array_keeps_the_values_of_its_first_use():
-    """A view that is made in the block is one of the copy that is taken then."""
+def test_a_view_of_an_array_that_ends_with_the_block_keeps_the_values_of_its_first_use():
+    """A view that is made and dropped in the block is one of the copy that is taken then."""
 
     def step(tape, array, i):
         with tape():
             view = torch.from_numpy(array)[:2]
             if i == LAST:
                 array[0] = 9
-            return (view + 1).tolist()
+            more = view + 1
+            del view
+            return more.tolist()
 
     assert outcomes(step, lambda: np.zeros(3)) == ([10.0, 1.0], [1.0, 1.0])
 
