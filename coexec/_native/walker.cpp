@@ -255,12 +255,16 @@ class Walker {
     for (size_t i = 0; i < arguments_.numbers.size(); ++i) {
       PyTuple_SET_ITEM(numbers.ptr(), i, Py_NewRef(arguments_.numbers[i]));
     }
-    py::object fetched;
-    if (node.fetch >= 0 && !fetch(node.fetch, fetched)) {
-      return py::reinterpret_borrow<py::object>(Py_NotImplemented);  // Python meets the failure again
-    }
+    py::object before = py::reinterpret_borrow<py::object>(names_.at.get(iteration_.ptr()));
     names_.at.set(iteration_.ptr(), node.id_object.ptr());
     if (PyList_Append(path_.ptr(), node.id_object.ptr()) < 0) throw py::error_already_set();
+    py::object fetched;
+    if (node.fetch >= 0 && !fetch(node.fetch, fetched)) {
+      names_.at.set(iteration_.ptr(), before.ptr());
+      Py_ssize_t length = PyList_GET_SIZE(path_.ptr());
+      if (PyList_SetSlice(path_.ptr(), length - 1, length, nullptr) < 0) throw py::error_already_set();
+      return py::reinterpret_borrow<py::object>(Py_NotImplemented);  // Python meets the failure again
+    }
     py::object record = make_record(node, tokens, numbers);
     if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
     if (node.fetch >= 0) return fetched;
