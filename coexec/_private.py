@@ -200,15 +200,19 @@ def compile_ahead_of_time(
     Random numbers come from eager's kernels, so that they are eager's numbers.
 
     Raises:
-        NotImplementedError: if the package would compute something else than the graph.
+        NotImplementedError: if TorchInductor fails, or would compute something else than the graph.
     """
     import torch._inductor
     import torch._inductor.package
+    from torch._inductor.exc import InductorError
 
     package: Any = torch._inductor.package
 
     options = {"fallback_random": True, "aot_inductor.package": True}
-    files: Any = torch._inductor.aot_compile(module, examples, options=options)
+    try:
+        files: Any = torch._inductor.aot_compile(module, examples, options=options)
+    except InductorError as error:
+        raise NotImplementedError(f"TorchInductor fails: {str(error).splitlines()[0]}") from error
     if _CONFUSES_DTYPES and any(_hands_dtypes_over(file) for file in files):
         raise NotImplementedError(
             f"PyTorch {torch.__version__} confuses the dtypes that compiled code gives to operators without "
