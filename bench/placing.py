@@ -91,6 +91,7 @@ def measure_workload(workload: Workload, batch: int, plan: Plan, tell: Callable[
     model, inputs = workload.make(plan.size, batch, plan.seed)
     contest = Contest()
     contest.add("eager", lambda: model(*inputs))
+    torch._dynamo.reset()  # another batch size would be compiled for any
     for mode in plan.compile_modes:
         tell(f"{workload.name} {batch}: {mode}")
         add_compiled(contest, model, inputs, mode)
@@ -127,11 +128,11 @@ def _add_placements(
 ) -> None:
     report = explored.placed.report()
     names = {"op-level": "placement:op", "graph-level": None}
-    for name, function in explored.contenders.items():
-        mode = names.get(name, name.replace("single ", "single:"))
+    modes = {name: names.get(name, name.replace("single ", "single:")) for name in explored.contenders}
+    for name, mode in modes.items():
         if mode is not None:
-            contest.add(mode, _bind(function, inputs))
-    chosen = names.get(report.chosen, report.chosen.replace("single ", "single:"))
+            contest.add(mode, _bind(explored.contenders[name], inputs))
+    chosen = modes[report.chosen]
     if chosen is None:
         contest.add("placement:two-level", _bind(explored.placed.function, inputs))
     else:

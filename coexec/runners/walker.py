@@ -18,7 +18,7 @@ from coexec.runners.placeholder import Symbol
 from coexec.runners.records import EventRecord
 from coexec.tracegraph import calls
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.graph import Fed, Node, NumberSlot, TraceGraph
+from coexec.tracegraph.graph import Captured, Fed, Node, NumberSlot, TraceGraph
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.trace import Kind, Produced, TensorMeta
 
@@ -54,12 +54,20 @@ def make_walker(
     into: dict[int, dict[int, list[int]]] = {}
     for (source, target), messages in program.edges.items():
         into.setdefault(target, {})[source] = list(messages)
-    nodes = [_node(n, program, into.get(n.id, {}), outputs[n.id], n.id not in special) for n in graph.nodes]
+    itself = program.written | program.seen
+    nodes = [
+        _node(n, program, into.get(n.id, {}), outputs[n.id], n.id not in special, itself) for n in graph.nodes
+    ]
     return core.Walker(nodes, {s: [n.id for n in t] for s, t in children.items()}, NAMES, ambient)
 
 
 def _node(
-    node: Node, program: Program, edges: dict[int, list[int]], outputs: tuple[Produced, ...], simple: bool
+    node: Node,
+    program: Program,
+    edges: dict[int, list[int]],
+    outputs: tuple[Produced, ...],
+    simple: bool,
+    itself: Container[Captured | Fed],
 ) -> dict[str, Any]:
     key: Any = node.key
     plan = program.plans[node.id]
@@ -77,7 +85,7 @@ def _node(
             {
                 "bindings": a.bindings,
                 "feeds": [
-                    (i, i in plan.late, Fed(node.id, i) in program.written | program.seen)
+                    (i, i in plan.late, Fed(node.id, i) in itself)
                     for i in (plan.feeds[index] if plan.feeds else ())
                 ],
                 "select": -1 if plan.select is None else plan.select[index],
