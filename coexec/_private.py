@@ -37,6 +37,10 @@ DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 ENGINE_CODE = _graph._engine_run_backward.__code__
 
 
+#: Whether a torch function mode would see a call.
+has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+
+
 def make_wrapper(cls: type[torch.Tensor], meta: Any) -> torch.Tensor:
     """A tensor of class `cls` with the metadata of `meta` and no memory."""
     make: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass

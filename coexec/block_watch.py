@@ -9,14 +9,16 @@ Out: a context in which calls of these kinds on that thread call it first:
   keep hold of a placeholder;
 - the beginning of a `torch.func` transform, whose C++ code wraps tensors.
 
-The call itself runs in the context that the callback returns. The stand-ins are in place only while
-some thread is in a block, and pass on what other threads call.
+The call itself runs in the context that the callback returns. Calls of the functional forms of optimizers
+are handed to a second callback, which makes them. The stand-ins are in place only while some thread is in a
+block, and pass on what other threads call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 
 from coexec._private import TRANSFORM_ENTRIES
+from coexec.tracegraph.optimizers import FUNCTIONALS, Update, update_of
 
 
 class Watched(enum.Enum):
@@ -37,7 +40,11 @@ class Watched(enum.Enum):
 
 Callback = Callable[[Watched, str, tuple[Any, ...]], contextlib.AbstractContextManager[None]]
 
+#: Makes a call of an optimizer's functional form: the form, its arguments.
+Optimizing = Callable[[Update, tuple[Any, ...], dict[str, Any]], None]
+
 _lock = threading.Lock()
+_optimizing: dict[int, Optimizing] = {}  # by thread
 _callbacks: dict[int, Callback] = {}  # by thread
 _saved: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
@@ -48,16 +55,22 @@ _TENSOR: Any = torch.Tensor
 
 
 class BlockWatch:
-    """A context that reports to `called(kind, name, arguments)` what the current thread calls."""
+    """A context that reports to `called(kind, name, arguments)` what the current thread calls.
 
-    def __init__(self, called: Callback) -> None:
+    `optimizing(form, arguments, keyword arguments)` makes the updates of optimizers, if it is given.
+    """
+
+    def __init__(self, called: Callback, optimizing: Optimizing | None = None) -> None:
         self._called = called
+        self._optimizing = optimizing
 
     def __enter__(self) -> BlockWatch:
         with _lock:
             if not _callbacks:
                 _install()
             _callbacks[threading.get_ident()] = self._called
+            if self._optimizing is not None:
+                _optimizing[threading.get_ident()] = self._optimizing
         return self
 
     def __exit__(
@@ -65,6 +78,7 @@ class BlockWatch:
     ) -> None:
         with _lock:
             _callbacks.pop(threading.get_ident(), None)
+            _optimizing.pop(threading.get_ident(), None)
             if not _callbacks:
                 _uninstall()
 
@@ -114,6 +128,14 @@ def _watched_entry(begin: Any) -> Any:
     return watched
 
 
+def _watched_update(update: Update) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        make = _optimizing.get(threading.get_ident())
+        return update.original(*args, **kwargs) if make is None else make(update, args, kwargs)
+
+    return watched
+
+
 def _install() -> None:
     _replace(_RANDOM, "default_generator", _Generator())
     _replace(_FUNCTION, "apply", _watched_apply(_FUNCTION.__dict__["apply"]))
@@ -121,6 +143,9 @@ def _install() -> None:
     _replace(_TENSOR, "_make_subclass", _watched_make_subclass(_TENSOR._make_subclass))
     for module, name in TRANSFORM_ENTRIES:
         _replace(module, name, _watched_entry(getattr(module, name)))
+    for functional in FUNCTIONALS:
+        module = importlib.import_module(functional.module)
+        _replace(module, functional.name, _watched_update(update_of(functional)))
 
 
 def _replace(owner: Any, name: str, stand_in: Any) -> None:

@@ -34,6 +34,7 @@ from coexec.tracegraph.symbolic import SharedShadow
 from coexec.tracegraph.trace import Trace
 from coexec.tracegraph.verify import verify_graph, verify_program, verify_trace
 from coexec.tracer.identities import Identities
+from coexec.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class ProgramState:
     entry: tuple[CodeType, int]  # where the tape is entered
     phase: Phase = Phase.TRACING
     identities: Identities = field(default_factory=Identities)
+    updates: Updates = field(default_factory=Updates)
     traces: list[Trace] = field(default_factory=list)
     graph: TraceGraph | None = None
     skeleton: Skeleton | None = None

@@ -212,7 +212,7 @@ class _TracingSession(_Session):
         super().__init__(state)
         self.recorder = Recorder(state.identities)
         self.mode = TracingMode(self.recorder, frame)
-        self._watch = BlockWatch(self._called)
+        self._watch = BlockWatch(self._called, state.updates.make)
         enter(self._watch)
         enter(self.mode)
         enter(self.recorder)
@@ -291,7 +291,7 @@ class _CoexecutionSession(_Session):
             lazy=options.mode == "lazy",
             exclusive=self._asynchronous,
         )
-        self._watch = BlockWatch(self._called)
+        self._watch = BlockWatch(self._called, state.updates.make)
         enter(self._watch)
         enter(self.runner)
 

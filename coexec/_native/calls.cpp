@@ -37,7 +37,7 @@ bool match(PyObject* value, PyObject* key, const Names& names, Arguments& out) {
     return true;
   }
   if (reinterpret_cast<PyObject*>(Py_TYPE(key)) == names.opaque) {
-    return py::handle(key).attr("value").ptr() == value;
+    return names.value.get(key) == value;
   }
   if (!PyTuple_CheckExact(key)) return !THPVariable_Check(value) && equal(value, key);
   PyObject* kind = PyTuple_GET_ITEM(key, 0);
@@ -134,15 +134,15 @@ py::object build(
     const py::handle& result, const std::vector<py::object>& outputs, const std::vector<PyObject*>& arguments,
     const Names& names) {
   auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(result.ptr()));
-  if (kind == names.new_tensor) return outputs[result.attr(names.index).cast<size_t>()];
+  if (kind == names.new_tensor) return outputs[PyLong_AsSsize_t(names.new_index.get(result.ptr()))];
   if (kind == names.same_tensor) {
-    return py::reinterpret_borrow<py::object>(arguments[result.attr(names.index).cast<size_t>()]);
+    return py::reinterpret_borrow<py::object>(arguments[PyLong_AsSsize_t(names.same_index.get(result.ptr()))]);
   }
   if (kind != names.container) return py::reinterpret_borrow<py::object>(result);
-  auto items = result.attr(names.items).cast<py::tuple>();
+  auto items = py::reinterpret_borrow<py::tuple>(names.items.get(result.ptr()));
   py::list built;
   for (const auto& item : items) built.append(build(item, outputs, arguments, names));
-  py::object container = result.attr(names.kind);
+  auto container = py::reinterpret_borrow<py::object>(names.kind.get(result.ptr()));
   if (container.is(py::type::of(built))) return built;
   return container.is(py::type::of(items)) ? py::object(py::tuple(built)) : container(built);
 }
@@ -154,9 +154,11 @@ Names names_from(const py::dict& d) {
   n.container = d["Container"].ptr();
   n.opaque = d["Opaque"].ptr();
   n.tensor = d["Tensor"].ptr();
-  n.index = py::str("index");
-  n.items = py::str("items");
-  n.kind = py::str("kind");
+  n.new_index = Slot(d["NewTensor"], "index");
+  n.same_index = Slot(d["SameTensor"], "index");
+  n.items = Slot(d["Container"], "items");
+  n.kind = Slot(d["Container"], "kind");
+  n.value = Slot(d["Opaque"], "value");
   return n;
 }
 

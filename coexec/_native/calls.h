@@ -1,6 +1,8 @@
 // Calls of Python compared with recorded ones; see coexec.tracegraph.calls, whose templates these read.
 #pragma once
 
+#include "slots.h"
+
 #include <ATen/core/ivalue.h>
 #include <pybind11/pybind11.h>
 
@@ -25,7 +27,7 @@ struct Arguments {
 // Objects of Python that templates are made of.
 struct Names {
   PyObject *new_tensor, *same_tensor, *container, *opaque, *tensor;
-  pybind11::object index, items, kind;
+  Slot new_index, same_index, items, kind, value;
 };
 
 Names names_from(const pybind11::dict& names);

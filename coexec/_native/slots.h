@@ -39,11 +39,18 @@ class Slot {
   Py_ssize_t offset_ = 0;
 };
 
-// An instance with all slots unset.
+// Hides an object from the cyclic garbage collector, which would visit it again and again: for objects that
+// are part of no cycle, or of one that is broken by hand.
+inline void untrack(PyObject* object) {
+  if (PyObject_IS_GC(object) && PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
+}
+
+// An instance with all slots unset, hidden from the garbage collector.
 inline pybind11::object make_instance(PyObject* cls) {
   auto* type = reinterpret_cast<PyTypeObject*>(cls);
   PyObject* made = type->tp_alloc(type, 0);
   if (!made) throw pybind11::error_already_set();
+  untrack(made);
   return pybind11::reinterpret_steal<pybind11::object>(made);
 }
 

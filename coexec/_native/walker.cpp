@@ -2,6 +2,7 @@
 
 #include "ambient.h"
 #include "calls.h"
+#include "entry.h"
 #include "location.h"
 #include "meta.h"
 #include "runner.h"
@@ -34,21 +35,35 @@ struct FeedPlan {
   bool itself;  // its memory is written, or seen through a result: a copy would not do
 };
 
+// A leaf that a backward pass reaches: at most one of these says where it comes from.
+struct Leaf {
+  int64_t captured = -1;
+  py::object fed, produced;
+};
+
 struct Alternative {
   std::vector<py::object> bindings;  // interned
   std::vector<bool> fed_here;        // of each: whether an external tensor is first used as this argument
+  std::vector<Leaf> leaves;          // of the implicit arguments: a leaf and its gradient, by turns
   std::vector<FeedPlan> feeds;
+  std::optional<std::vector<int64_t>> path;  // the nodes before it, where they matter
   int64_t select = -1;
 };
 
 // Objects of Python that the walker makes and reads.
 struct WalkerNames {
   Names calls;
-  py::object symbol, record;
+  py::object symbol, record, grad_record, produced;
+  py::dict treatments;                                              // of functions that are no events
   Slot at, checked, exposed;                                        // of an Iteration
   Slot tensor, binding, meta, history;                              // of a Symbol
   Slot node, key, ambient, tokens, numbers, location, exposure;     // of an EventRecord
+  Slot leaf, value;                                                 // of a GradRecord
+  Slot event, output;                                               // of a Produced
 };
+
+// What is done with a function that is no event; the numbers are those of coexec.runners.walker.
+enum class Treatment : long { Call = 0, Annotate = 1, IsLeaf = 2, GetGrad = 3, SetGrad = 4 };
 
 struct Node {
   int64_t id, location;
@@ -59,12 +74,27 @@ struct Node {
   std::vector<Alternative> alternatives;
   std::unordered_map<int64_t, std::vector<int64_t>> edges;  // messages by the node before
   std::vector<Meta> output_metas;
-  std::vector<py::object> output_bindings, output_histories;
+  std::vector<py::object> output_bindings, output_histories, output_places;
   py::object result;
   py::object id_object, location_object;
-  int64_t fetch = -1;  // the slot of a number that Python looks at with Tensor.item
+  std::vector<int64_t> fetches;  // the slots of numbers that Python looks at
+  std::vector<std::pair<size_t, size_t>> grads;  // leaf (among the arguments) and output that is its gradient
+  bool counts;                   // whether they come in a list of floats; else there is one
+  bool backward;
   bool simple;
 };
+
+Leaf make_leaf(const py::handle& binding) {
+  Leaf leaf;
+  if (py::hasattr(binding, "index")) {
+    leaf.captured = binding.attr("index").cast<int64_t>();
+  } else if (py::hasattr(binding, "argument")) {
+    leaf.fed = py::reinterpret_borrow<py::object>(binding);
+  } else {
+    leaf.produced = py::reinterpret_borrow<py::object>(binding);
+  }
+  return leaf;
+}
 
 Node make_node(const py::dict& d) {
   Node n;
@@ -88,6 +118,8 @@ Node make_node(const py::dict& d) {
       out.fed_here.push_back(fed);
       out.bindings.push_back(py::reinterpret_borrow<py::object>(b));
     }
+    for (size_t i = n.metas.size(); i < out.bindings.size(); i += 2) out.leaves.push_back(make_leaf(out.bindings[i]));
+    out.path = alternative["path"].cast<std::optional<std::vector<int64_t>>>();
     for (const auto& f : alternative["feeds"].cast<std::vector<std::tuple<size_t, bool, bool>>>()) {
       out.feeds.push_back({std::get<0>(f), std::get<1>(f), std::get<2>(f)});
     }
@@ -99,14 +131,18 @@ Node make_node(const py::dict& d) {
   n.output_bindings = d["output_bindings"].cast<std::vector<py::object>>();
   n.output_histories = d["output_histories"].cast<std::vector<py::object>>();
   n.result = d["result"];
+  for (size_t i = 0; i < n.output_bindings.size(); ++i) n.output_places.push_back(py::make_tuple(n.id, i));
   n.id_object = d["id"];
   n.location_object = d["location"];
-  n.fetch = d["fetch"].cast<int64_t>();
+  n.fetches = d["fetches"].cast<std::vector<int64_t>>();
+  n.counts = d["counts"].cast<bool>();
+  n.grads = d["grads"].cast<std::vector<std::pair<size_t, size_t>>>();
+  n.backward = d["backward"].cast<bool>();
   n.simple = d["simple"].cast<bool>();
   return n;
 }
 
-class Walker {
+class Walker : public Answering {
  public:
   Walker(const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children, WalkerNames names,
          py::function ambient)
@@ -116,8 +152,11 @@ class Walker {
 
   // Binds the walker to an iteration: Python's dictionaries and lists, and the GraphRunner.
   // With `exclusive`, what is fed is copied unless nobody else can reach its memory.
-  // A runner that is `watched` is asked for values by Python only.
-  void begin(py::object iteration, Runner* runner, py::object outermost, bool exclusive, bool watched) {
+  // A runner that is `watched` is asked for values by Python only. `check_memory` raises if external tensors
+  // share memory as in no trace.
+  void begin(py::object iteration, Runner* runner, py::object outermost, bool exclusive, bool watched,
+             py::object check_memory) {
+    check_memory_ = std::move(check_memory);
     exclusive_ = exclusive;
     watched_ = watched;
     stall_s_ = 0;
@@ -129,12 +168,15 @@ class Walker {
     path_ = iteration_.attr("path");
     records_ = iteration_.attr("records");
     late_ = iteration_.attr("late");
+    grads_ = iteration_.attr("grads");
+    captured_ = iteration_.attr("captured");
     runner_ = runner;
     outermost_ = std::move(outermost);
   }
 
   void end() {
-    for (auto* o : {&iteration_, &symbols_, &placeholders_, &externals_, &fed_, &path_, &records_, &late_, &outermost_}) {
+    for (auto* o : {&iteration_, &symbols_, &placeholders_, &externals_, &fed_, &path_, &records_, &late_, &grads_, &captured_,
+                    &outermost_, &check_memory_}) {
       *o = py::none();
     }
     runner_ = nullptr;
@@ -143,6 +185,60 @@ class Walker {
   // Seconds that fetches have waited in this iteration.
   double stall_s() const { return stall_s_; }
 
+  py::object answer(PyObject* function, PyObject* args, PyObject* kwargs) override {
+    if (PyObject* treatment = PyDict_GetItemWithError(names_.treatments.ptr(), function)) {
+      return treat(static_cast<Treatment>(PyLong_AsLong(treatment)), function, args, kwargs);
+    }
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return step(function, args, kwargs);
+  }
+
+ private:
+  static py::object checked(PyObject* made) {
+    if (!made) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
+  }
+
+  static py::object call(PyObject* function, PyObject* args, PyObject* kwargs) {
+    return checked(PyObject_Call(function, args, kwargs == Py_None ? nullptr : kwargs));
+  }
+
+  py::object treat(Treatment treatment, PyObject* function, PyObject* args, PyObject* kwargs) {
+    if (treatment == Treatment::Call) return call(function, args, kwargs);
+    if (treatment == Treatment::Annotate) {
+      c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);  // no mode has to see it
+      return call(function, args, kwargs);
+    }
+    py::object not_implemented = py::reinterpret_borrow<py::object>(Py_NotImplemented);
+    if (PyTuple_GET_SIZE(args) == 0) return not_implemented;
+    PyObject* tensor = PyTuple_GET_ITEM(args, 0);
+    PyObject* symbol = lookup(symbols_, tensor);
+    if (treatment == Treatment::IsLeaf) return symbol ? not_implemented : call(function, args, kwargs);
+    if (treatment == Treatment::GetGrad) {
+      if (PyObject* assigned = lookup(grads_, tensor)) return grad_of(PyTuple_GET_ITEM(assigned, 1));
+      return symbol ? py::none() : call(function, args, kwargs);
+    }
+    bool forgets = PyTuple_GET_SIZE(args) == 1 || PyTuple_GET_ITEM(args, 1) == Py_None;
+    if (symbol || !forgets) return not_implemented;
+    put(grads_, id_of(tensor), py::reinterpret_steal<py::object>(PyTuple_Pack(2, tensor, Py_None)));
+    py::object record = make_instance(names_.grad_record.ptr());
+    names_.leaf.set(record.ptr(), tensor);
+    names_.value.set(record.ptr(), Py_None);
+    if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
+    return py::none();
+  }
+
+  // The gradient that a token means.
+  py::object grad_of(PyObject* token) const {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(token)) != names_.produced.ptr()) {
+      return py::reinterpret_borrow<py::object>(token);
+    }
+    PyObject* symbol = symbol_of(token);
+    if (!symbol) throw std::runtime_error("a gradient was produced by no event");
+    return py::reinterpret_borrow<py::object>(names_.tensor.get(symbol));
+  }
+
+  // Answers an event if it is a simple one; else it has changed nothing, and answers NotImplemented.
   py::object step(PyObject* function, PyObject* args, PyObject* kwargs) {
     py::object not_implemented = py::reinterpret_borrow<py::object>(Py_NotImplemented);
     if (PyList_GET_SIZE(names_.exposed.get(iteration_.ptr())) != 0) return not_implemented;
@@ -153,23 +249,23 @@ class Walker {
     for (int64_t child : found->second) {
       const Node& node = nodes_[child];
       if (!node.simple || !equal(node.function.ptr(), function)) continue;
-      if (location == -2) location = locate(1, outermost_.ptr());
+      if (location == -2) location = locate(0, outermost_.ptr());
       if (node.location != location) continue;
       arguments_.tensors.clear();
       arguments_.numbers.clear();
       if (!match_call(args, kwargs, node.key.ptr(), names_.calls, arguments_)) continue;
       if (!fits(node)) continue;
+      if (node.backward && has_hooks()) return not_implemented;
       for (const Alternative& alternative : node.alternatives) {
-        if (!binds(alternative)) continue;
+        if (!binds(alternative) || !is_on_path(alternative) || !reaches(alternative)) continue;
         if (exclusive_ && feeds_no_copy(alternative)) return not_implemented;
-        if (node.fetch >= 0 && (watched_ || !memory_is_checked())) return not_implemented;
+        if (!node.fetches.empty() && (watched_ || !memory_is_checked())) return not_implemented;
         return take(node, alternative, at);
       }
     }
     return not_implemented;
   }
 
- private:
   bool fits(const Node& node) {
     if (arguments_.tensors.size() != node.metas.size()) return false;
     for (size_t i = 0; i < node.numbers.size(); ++i) {
@@ -229,20 +325,92 @@ class Walker {
     return true;
   }
 
+  bool is_on_path(const Alternative& alternative) const {
+    if (!alternative.path) return true;
+    if (PyList_GET_SIZE(path_.ptr()) != static_cast<Py_ssize_t>(alternative.path->size())) return false;
+    for (size_t i = 0; i < alternative.path->size(); ++i) {
+      if (PyLong_AsLongLong(PyList_GET_ITEM(path_.ptr(), i)) != (*alternative.path)[i]) return false;
+    }
+    return true;
+  }
+
+  // Whether a backward pass reaches these leaves, and each has the gradient that it had in the traces. One
+  // that comes from outside is left to Python.
+  bool reaches(const Alternative& alternative) {
+    implicit_.clear();
+    for (size_t i = 0; i < alternative.leaves.size(); ++i) {
+      const Leaf& leaf = alternative.leaves[i];
+      PyObject* tensor = nullptr;  // borrowed
+      py::object token;
+      if (leaf.captured >= 0) {
+        tensor = PyList_GET_ITEM(captured_.ptr(), leaf.captured);
+      } else if (leaf.fed) {
+        tensor = PyDict_GetItemWithError(fed_.ptr(), leaf.fed.ptr());
+      } else if (PyObject* symbol = symbol_of(leaf.produced.ptr())) {
+        tensor = names_.tensor.get(symbol);
+        token = py::reinterpret_borrow<py::object>(names_.binding.get(symbol));
+      }
+      if (!tensor || tensor == Py_None) return false;
+      if (!token) token = py::reinterpret_borrow<py::object>(tensor);
+      PyObject* assigned = lookup(grads_, tensor);
+      PyObject* grad = assigned ? PyTuple_GET_ITEM(assigned, 1) : Py_None;
+      if (!assigned && token.ptr() == tensor && THPVariable_Unpack(tensor).grad().defined()) return false;
+      PyObject* expected = alternative.bindings[alternative.bindings.size() - 2 * (alternative.leaves.size() - i) + 1].ptr();
+      if (grad == Py_None ? expected != Py_None : THPVariable_Check(grad) || !equal(grad, expected)) return false;
+      implicit_.push_back(std::move(token));
+      implicit_.push_back(py::reinterpret_borrow<py::object>(grad));
+    }
+    return true;
+  }
+
+  // Whether a tensor from outside has hooks, which a backward pass would call.
+  bool has_hooks() const {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(captured_.ptr()); ++i) {
+      if (has_hooks(PyList_GET_ITEM(captured_.ptr(), i))) return true;
+    }
+    Py_ssize_t position = 0;
+    PyObject *key, *tensor;
+    while (PyDict_Next(fed_.ptr(), &position, &key, &tensor)) {
+      if (has_hooks(tensor)) return true;
+    }
+    return false;
+  }
+
+  static bool has_hooks(PyObject* tensor) {
+    if (!THPVariable_Check(tensor)) return false;
+    auto* variable = reinterpret_cast<THPVariable*>(tensor);
+    auto some = [](PyObject* hooks) { return hooks && hooks != Py_None && PyObject_IsTrue(hooks) == 1; };
+    return some(variable->backward_hooks) || some(variable->post_accumulate_grad_hooks);
+  }
+
+  // The symbol of an output, borrowed; null if there is none.
+  PyObject* symbol_of(PyObject* produced) const {
+    auto place = py::reinterpret_steal<py::object>(
+        PyTuple_Pack(2, names_.event.get(produced), names_.output.get(produced)));
+    PyObject* symbol = PyDict_GetItemWithError(placeholders_.ptr(), place.ptr());
+    if (!symbol && PyErr_Occurred()) throw py::error_already_set();
+    return symbol;
+  }
+
   static PyObject* lookup(const py::object& dict, PyObject* tensor) {
     PyObject* value = PyDict_GetItemWithError(dict.ptr(), id_of(tensor).ptr());
     if (!value && PyErr_Occurred()) throw py::error_already_set();
     return value;
   }
 
-  // External tensors share memory only as traces have shown; Python checks that when new ones have been fed.
+  // External tensors share memory only as traces have shown; that is checked when new ones have been fed.
   bool memory_is_checked() const {
-    return PyLong_AsLongLong(names_.checked.get(iteration_.ptr())) == PyDict_GET_SIZE(fed_.ptr());
+    if (PyLong_AsLongLong(names_.checked.get(iteration_.ptr())) == PyDict_GET_SIZE(fed_.ptr())) return true;
+    auto checked = py::reinterpret_steal<py::object>(PyObject_CallObject(check_memory_.ptr(), nullptr));
+    if (checked) return true;
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw py::error_already_set();  // Ctrl-C
+    PyErr_Clear();  // Python meets it again
+    return false;
   }
 
   py::object take(const Node& node, const Alternative& alternative, int64_t at) {
     send_path(node, alternative, at);
-    py::tuple tokens(found_.size()), numbers(arguments_.numbers.size());
+    py::tuple tokens(found_.size() + implicit_.size()), numbers(arguments_.numbers.size());
     for (size_t i = 0; i < found_.size(); ++i) {
       py::handle tensor(arguments_.tensors[i]);
       PyTuple_SET_ITEM(tokens.ptr(), i, Py_NewRef(symbolic_[i] ? found_[i].ptr() : tensor.ptr()));
@@ -251,15 +419,20 @@ class Walker {
         fed_[alternative.bindings[i]] = tensor;
       }
     }
+    for (size_t i = 0; i < implicit_.size(); ++i) {
+      PyTuple_SET_ITEM(tokens.ptr(), found_.size() + i, Py_NewRef(implicit_[i].ptr()));
+    }
     send_values(node, alternative);
     for (size_t i = 0; i < arguments_.numbers.size(); ++i) {
       PyTuple_SET_ITEM(numbers.ptr(), i, Py_NewRef(arguments_.numbers[i]));
     }
+    untrack(tokens.ptr());
+    untrack(numbers.ptr());
     py::object before = py::reinterpret_borrow<py::object>(names_.at.get(iteration_.ptr()));
     names_.at.set(iteration_.ptr(), node.id_object.ptr());
     if (PyList_Append(path_.ptr(), node.id_object.ptr()) < 0) throw py::error_already_set();
     py::object fetched;
-    if (node.fetch >= 0 && !fetch(node.fetch, fetched)) {
+    if (!node.fetches.empty() && !fetch(node, fetched)) {
       names_.at.set(iteration_.ptr(), before.ptr());
       Py_ssize_t length = PyList_GET_SIZE(path_.ptr());
       if (PyList_SetSlice(path_.ptr(), length - 1, length, nullptr) < 0) throw py::error_already_set();
@@ -267,7 +440,7 @@ class Walker {
     }
     py::object record = make_record(node, tokens, numbers);
     if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
-    if (node.fetch >= 0) return fetched;
+    if (!node.fetches.empty()) return fetched;
     std::vector<py::object> outputs;
     for (size_t i = 0; i < node.output_metas.size(); ++i) {
       auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(node.output_metas[i].hollow()));
@@ -277,8 +450,14 @@ class Walker {
       names_.meta.set(symbol.ptr(), node.output_metas[i].python.ptr());
       names_.history.set(symbol.ptr(), node.output_histories[i].ptr());
       put(symbols_, id_of(tensor.ptr()), symbol);
-      put(placeholders_, node.output_bindings[i], symbol);
+      put(placeholders_, node.output_places[i], symbol);
       outputs.push_back(std::move(tensor));
+    }
+    for (const auto& [leaf, output] : node.grads) {
+      PyObject* token = PyTuple_GET_ITEM(tokens.ptr(), leaf);
+      PyObject* tensor = THPVariable_Check(token) ? token : names_.tensor.get(symbol_of(token));
+      put(grads_, id_of(tensor),
+          py::reinterpret_steal<py::object>(PyTuple_Pack(2, token, node.output_bindings[output].ptr())));
     }
     return build(node.result, outputs, arguments_.tensors, names_.calls);
   }
@@ -315,6 +494,19 @@ class Walker {
     }
   }
 
+  // What a fetch of numbers returns; false if the graph has failed.
+  bool fetch(const Node& node, py::object& fetched) {
+    if (!node.counts) return fetch(node.fetches[0], fetched);
+    py::list numbers(node.fetches.size());
+    for (size_t i = 0; i < node.fetches.size(); ++i) {
+      py::object number;
+      if (!fetch(node.fetches[i], number)) return false;
+      PyList_SET_ITEM(numbers.ptr(), i, checked(PyNumber_Float(number.ptr())).release().ptr());
+    }
+    fetched = std::move(numbers);
+    return true;
+  }
+
   // A number that the GraphRunner has computed, as Tensor.item gives it; false if the graph has failed.
   bool fetch(int64_t slot, py::object& number) {
     auto began = std::chrono::steady_clock::now();
@@ -332,7 +524,9 @@ class Walker {
     // Not through the mode that looks for operations on placeholders.
     c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
     at::Scalar scalar;
-    if (value.is_cpu()) {
+    if (value.is_cpu() && value.scalar_type() == at::kFloat && !value.is_neg()) {
+      scalar = *value.const_data_ptr<float>();
+    } else if (value.is_cpu()) {
       scalar = value.item();
     } else {
       py::gil_scoped_release release;
@@ -375,11 +569,13 @@ class Walker {
   Ambient fingerprint_{};
   py::object ambient_state_;
   std::unordered_map<PyObject*, bool> ambient_matches_;
-  py::object iteration_, symbols_, placeholders_, externals_, fed_, path_, records_, late_, outermost_;
+  py::object iteration_, symbols_, placeholders_, externals_, fed_, path_, records_, late_, grads_, captured_,
+      outermost_, check_memory_;
   Runner* runner_ = nullptr;
   bool exclusive_ = false;
   Arguments arguments_;
   std::vector<py::object> found_;  // the binding of each tensor argument; null for one that is new
+  std::vector<py::object> implicit_;  // the leaves and gradients of a backward pass, as a record has them
   std::vector<bool> symbolic_;     // of each tensor argument: whether it is a placeholder
   double stall_s_ = 0;             // in fetches of this iteration
   bool watched_ = false;           // somebody times the fetches
@@ -390,6 +586,9 @@ WalkerNames walker_names_from(const py::dict& d) {
   n.calls = names_from(d);
   n.symbol = d["Symbol"];
   n.record = d["EventRecord"];
+  n.grad_record = d["GradRecord"];
+  n.produced = d["Produced"];
+  n.treatments = d["treatments"];
   py::object iteration = d["Iteration"];
   n.at = Slot(iteration, "at");
   n.checked = Slot(iteration, "checked");
@@ -405,38 +604,11 @@ WalkerNames walker_names_from(const py::dict& d) {
   n.numbers = Slot(n.record, "numbers");
   n.location = Slot(n.record, "location");
   n.exposure = Slot(n.record, "exposure");
+  n.leaf = Slot(n.grad_record, "leaf");
+  n.value = Slot(n.grad_record, "value");
+  n.event = Slot(n.produced, "event");
+  n.output = Slot(n.produced, "output");
   return n;
-}
-
-// A walker as the `self` of a C function, kept alive by it.
-struct Bound {
-  Walker* walker;
-  py::object owner;
-};
-
-// step(function, args, kwargs); each torch call comes through here.
-PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3 || !PyTuple_Check(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "step takes a function, a tuple of arguments, and keywords or None");
-    return nullptr;
-  }
-  auto* bound = static_cast<Bound*>(PyCapsule_GetPointer(self, nullptr));
-  try {
-    return bound->walker->step(args[0], args[1], args[2]).release().ptr();
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-py::object bound_step(py::object owner) {
-  static PyMethodDef definition{"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&step)), METH_FASTCALL,
-                                "Answers a torch call, or returns NotImplemented and has changed nothing."};
-  auto* walker = owner.cast<Walker*>();
-  py::capsule self(new Bound{walker, std::move(owner)}, [](void* bound) { delete static_cast<Bound*>(bound); });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
 }
 
 // The bindings of placeholders that somebody besides their symbols refers to.
@@ -448,6 +620,22 @@ py::list held(const py::dict& symbols, const Slot& tensor, const Slot& binding) 
     if (Py_REFCNT(tensor.get(symbol)) > 1) out.append(py::handle(binding.get(symbol)));
   }
   return out;
+}
+
+// A new tensor on the memory of another, without autograd history.
+at::Tensor alias_of(const at::Tensor& tensor) {
+  auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+  return at::Tensor(std::move(impl));
+}
+
+// One object for each register, whichever tensors it is the gradient of.
+void set_gradients(const Runner& runner, const py::list& tensors, const std::vector<int64_t>& registers) {
+  std::unordered_map<int64_t, at::Tensor> made;
+  for (size_t i = 0; i < registers.size(); ++i) {
+    at::Tensor& gradient = made[registers[i]];
+    if (!gradient.defined()) gradient = alias_of(runner.value(registers[i]).toTensor());
+    THPVariable_Unpack(tensors[i].ptr()).mutable_grad() = gradient;
+  }
 }
 
 // Whether no two of the tensors (or None) are on the same memory.
@@ -463,19 +651,20 @@ bool have_own_memory(const py::list& tensors) {
 }  // namespace
 
 void bind_walker(py::module_& m) {
-  py::class_<Walker>(m, "Walker")
+  py::class_<Walker, Answering>(m, "Walker")
       .def(py::init([](const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children,
                        const py::dict& names, const py::function& ambient) {
         return std::make_unique<Walker>(nodes, children, walker_names_from(names), ambient);
       }))
       .def("begin", &Walker::begin)
       .def("end", &Walker::end)
-      .def("stall_s", &Walker::stall_s)
-      .def("step", &bound_step);
+      .def("stall_s", &Walker::stall_s);
   m.def("held", [](const py::dict& symbols, const py::object& cls) {
     return held(symbols, Slot(cls, "tensor"), Slot(cls, "binding"));
   });
   m.def("have_own_memory", &have_own_memory);
+  m.def("alias_of", &alias_of);
+  m.def("set_gradients", &set_gradients, "Gives each tensor the value of a register as its gradient.");
   m.def("ambient_fingerprint", &ambient_fingerprint);
   m.def("is_transformed", &is_transformed);
 }

@@ -61,7 +61,7 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
     written = [e.memory.clone() for e in exposed]
     for exposure in exposed:
         exposure.memory.copy_(exposure.contents)
-    objects = {binding: symbol.tensor for binding, symbol in it.placeholders.items()}
+    objects = {Produced(*place): symbol.tensor for place, symbol in it.placeholders.items()}
     it.symbols.clear()
     it.placeholders.clear()
     for record in reversed(it.records):

@@ -36,7 +36,7 @@ class Iteration:
     path: list[int] = field(default_factory=list)
     records: list[EventRecord | GradRecord | FlagRecord] = field(default_factory=list)
     symbols: dict[int, Symbol] = field(default_factory=dict)  # by id of the placeholder
-    placeholders: dict[Produced, Symbol] = field(default_factory=dict)
+    placeholders: dict[tuple[int, int], Symbol] = field(default_factory=dict)  # by event and output
     captured: list[torch.Tensor | None] = field(default_factory=list)
     externals: dict[int, Captured | Fed] = field(default_factory=dict)  # by id of the object
     fed: dict[Fed, torch.Tensor] = field(default_factory=dict)
@@ -58,13 +58,17 @@ class Iteration:
         self._counted = len(self.records)
         return self._numbers
 
+    def symbol_of(self, binding: Produced) -> Symbol:
+        """The placeholder that an output of an event is in this iteration."""
+        return self.placeholders[binding.event, binding.output]
+
     def object_of(self, binding: NodeBinding) -> torch.Tensor | None:
         """The tensor object that a binding means in this iteration."""
         if isinstance(binding, Captured):
             return self.captured[binding.index]
         if isinstance(binding, Fed):
             return self.fed.get(binding)
-        symbol = None if binding is None else self.placeholders.get(binding)
+        symbol = None if binding is None else self.placeholders.get((binding.event, binding.output))
         return None if symbol is None else symbol.tensor
 
     def token_of(self, tensor: torch.Tensor) -> Token:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coexec._native import core
 from coexec._private import become, make_wrapper, name_node
 from coexec.tracegraph import calls
 from coexec.tracegraph.trace import Produced, TensorMeta
@@ -81,6 +82,10 @@ def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch
     """
     if value.is_conj() or value.is_neg():
         return value.detach().requires_grad_(meta.requires_grad)
+    ordinary = not (meta.requires_grad or value.requires_grad or torch.is_inference_mode_enabled())
+    if core is not None and ordinary:
+        plain: torch.Tensor = core.alias_of(value)
+        return plain
     alias = value.new_empty(0)
     with torch.no_grad():
         alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())

@@ -18,9 +18,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from coexec._native import core
+from coexec._native.entry import EnteredNatively
 from coexec._private import WithoutModes, enter, is_exclusive, is_exposed, leave
 from coexec.location import locate
 from coexec.runners import random_state
@@ -46,7 +46,7 @@ from coexec.tracegraph.numbers import TRANSFORMS, agree, fit, same_number
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
 
 
-class PythonRunner(TorchFunctionMode):
+class PythonRunner(EnteredNatively):
     """Runs one iteration as a skeleton. Enter it for the time of the block.
 
     `on_mismatch` is called with a `Mismatch` when the iteration leaves the graph. It has to make the
@@ -82,22 +82,22 @@ class PythonRunner(TorchFunctionMode):
         self.exclusive = exclusive and native and all(is_exclusive(t) for t in bound)
         self.graph_runner.begin(skeleton.program, bound, not lazy)
         self._walker: Any = None
-        self._step: Callable[..., Any] | None = None  # answers what is simple, if there is a walker
         if isinstance(graph_runner, NativeRunner):
             self._walker = skeleton.walker
-            self._walker.begin(self.iteration, graph_runner.core, outermost, exclusive, graph_runner.watched)
-            self._step = self._walker.step()
+            self._walker.begin(
+                self.iteration,
+                graph_runner.core,
+                outermost,
+                exclusive,
+                graph_runner.watched,
+                self._check_memory,
+            )
 
     # --- torch calls ------------------------------------------------------------------------------
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        step = self._step
-        if step is not None:
-            answer = step(function, args, kwargs)
-            if answer is not NotImplemented:
-                return answer
         kwargs = kwargs or {}
         if self._eager is not None:
             return self._eager(function, args, kwargs, locate(1, self._outermost))
@@ -135,7 +135,9 @@ class PythonRunner(TorchFunctionMode):
         return self._eager is not None
 
     def __enter__(self) -> PythonRunner:
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
+        if self._walker is not None:
+            self.lead(self._walker)
         self._guard = Guard(lambda t: id(t) in self.iteration.symbols, self._bypassed)
         enter(self._guard)
         self.entered = True
@@ -156,7 +158,9 @@ class PythonRunner(TorchFunctionMode):
         if self._walker is not None:
             self.stall_s += self._walker.stall_s()
             self._walker.end()
-            self._walker = self._step = None
+            self._walker = None
+            if self.entered:
+                self.lead(None)
 
     def _bypassed(self, function: Any) -> None:
         self.fall_back(Mismatch("CX0109", f"{function} does not pass through torch functions"))
@@ -177,7 +181,7 @@ class PythonRunner(TorchFunctionMode):
         return self._event(function, tensors, numbers, key, location)
 
     def _passive(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function == _IS_LEAF and id(args[0]) in self.iteration.symbols:
+        if function == functions.IS_LEAF and id(args[0]) in self.iteration.symbols:
             return self.iteration.symbols[id(args[0])].meta.is_leaf
         return function(*args, **kwargs)
 
@@ -380,7 +384,7 @@ class PythonRunner(TorchFunctionMode):
             else:
                 tensor = make_placeholder(output.meta)
                 symbol = it.symbols[id(tensor)] = Symbol(tensor, binding, output.meta, output.history)
-            it.placeholders[binding] = symbol
+            it.placeholders[node.id, number] = symbol
             new.append(symbol.tensor)
         for grad in node.grads:
             leaf = tokens[grad.leaf]
@@ -408,7 +412,7 @@ class PythonRunner(TorchFunctionMode):
     # --- gradients ----------------------------------------------------------------------------------
 
     def _leaf_id(self, leaf: Token) -> int:
-        return id(self.iteration.placeholders[leaf].tensor) if isinstance(leaf, Produced) else id(leaf)
+        return id(self.iteration.symbol_of(leaf).tensor) if isinstance(leaf, Produced) else id(leaf)
 
     def _grad_token(self, leaf: torch.Tensor) -> Token:
         assigned = self.iteration.grads.get(id(leaf))
@@ -418,7 +422,7 @@ class PythonRunner(TorchFunctionMode):
 
     def _get_grad(self, leaf: torch.Tensor) -> Any:
         token = self._grad_token(leaf)
-        return self.iteration.placeholders[token].tensor if isinstance(token, Produced) else token
+        return self.iteration.symbol_of(token).tensor if isinstance(token, Produced) else token
 
     def _set_grad(self, leaf: torch.Tensor, value: torch.Tensor | None) -> None:
         if value is not None:
@@ -496,30 +500,33 @@ class PythonRunner(TorchFunctionMode):
 
     def held(self) -> list[torch.Tensor]:
         """The placeholders that somebody besides the iteration refers to."""
-        return [self.iteration.placeholders[b].tensor for b in self.iteration.alive]
+        return [self.iteration.symbol_of(b).tensor for b in self.iteration.alive]
 
     def _check_memory(self) -> None:
         """External tensors share memory only as traces have shown, where the program writes to it."""
         it, program = self.iteration, self.skeleton.program
+        if program.written and not self._shares_as_known():
+            raise Mismatch("CX0001", "tensors that are written share memory as in no trace")
         it.checked = len(it.fed)
-        if not program.written:
-            return
+
+    def _shares_as_known(self) -> bool:
+        it, program = self.iteration, self.skeleton.program
         bound: list[tuple[Captured | Fed, torch.Tensor | None]] = [
             *((self.skeleton.captured[i], it.captured[i]) for i in program.captured),
             *it.fed.items(),
         ]
         if core is not None and core.have_own_memory([t for _, t in bound]):
-            return
-        storages = [0 if t is None else t.untyped_storage()._cdata for _, t in bound]
+            return True
         by_memory: dict[int, list[Captured | Fed]] = {}
-        for (ref, tensor), storage in zip(bound, storages, strict=True):
+        for ref, tensor in bound:
             if tensor is not None:
-                by_memory.setdefault(storage, []).append(ref)
-        for refs in by_memory.values():
-            if len(refs) > 1 and not program.written.isdisjoint(refs):
-                known = any(group.issuperset(refs) for group in self.skeleton.graph.shared)
-                if not known:
-                    raise Mismatch("CX0001", "tensors that are written share memory as in no trace")
+                by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(ref)
+        return all(
+            len(refs) == 1
+            or program.written.isdisjoint(refs)
+            or any(group.issuperset(refs) for group in self.skeleton.graph.shared)
+            for refs in by_memory.values()
+        )
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
@@ -527,4 +534,3 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location
 
 
 _PASSED_ON = functions.AMBIENT | functions.MARKS
-_IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getset descriptor

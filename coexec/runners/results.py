@@ -13,6 +13,7 @@ import torch
 from coexec._native import core
 from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.iteration import Iteration
+from coexec.runners.native import NativeRunner
 from coexec.runners.placeholder import Symbol, dressed, realize
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls
@@ -40,18 +41,26 @@ def publish(iteration: Iteration, skeleton: Skeleton, graph_runner: GraphRunner)
     it = iteration
     real: dict[Produced, torch.Tensor] = {}
     for binding in it.alive:
-        real[binding] = it.placeholders[binding].tensor
+        real[binding] = it.symbol_of(binding).tensor
         realize(real[binding], _real(iteration, skeleton, graph_runner, binding))
+    plain: list[tuple[torch.Tensor, int]] = []
     for leaf, value in it.grads.values():
-        target = it.placeholders[leaf].tensor if isinstance(leaf, Produced) else leaf
-        if isinstance(leaf, Produced) and it.placeholders[leaf].binding not in real:
+        target = it.symbol_of(leaf).tensor if isinstance(leaf, Produced) else leaf
+        assert target is not None
+        if isinstance(leaf, Produced) and it.symbol_of(leaf).binding not in real:
             continue  # nobody refers to the leaf any more
         if isinstance(value, Produced):
-            binding = it.placeholders[value].binding
+            binding = it.symbol_of(value).binding
+            register = skeleton.plain.get((binding.event, binding.output))
+            if register is not None and binding not in real and isinstance(graph_runner, NativeRunner):
+                plain.append((target, register))
+                continue
             if binding not in real:
                 real[binding] = _real(iteration, skeleton, graph_runner, binding)
             value = real[binding]
-        target.grad = value  # type: ignore[union-attr]  # a leaf is a tensor
+        target.grad = value
+    if plain and isinstance(graph_runner, NativeRunner):
+        core.set_gradients(graph_runner.core, [t for t, _ in plain], [r for _, r in plain])
 
 
 def _real(

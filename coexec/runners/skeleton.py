@@ -32,6 +32,7 @@ class Skeleton:
         outputs: the binding of each node's outputs.
         captured: the binding of each captured tensor.
         agreements: for each node, numbers that have to agree because traces cannot tell them apart.
+        plain: the register of each output that is neither a view of an external tensor nor differentiable.
         walker: the native hot path, None where there is none.
     """
 
@@ -42,6 +43,7 @@ class Skeleton:
     outputs: tuple[tuple[Produced, ...], ...]
     captured: tuple[Captured, ...]
     agreements: dict[int, tuple[tuple[NumberOrigin, ...], ...]]
+    plain: dict[tuple[int, int], int]
     walker: Any
 
 
@@ -57,4 +59,10 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
     walker = make_walker(graph, program, children, outputs, agreed)
     generators = generators_of(program)
     captured = captured_of(graph, one)
-    return Skeleton(graph, program, children, generators, outputs, captured, agreed, walker)
+    plain = {
+        (node.id, number): register
+        for node in graph.nodes
+        for number, register in enumerate(program.plans[node.id].outputs)
+        if (node.id, number) not in program.rebased and not node.outputs[number].meta.requires_grad
+    }
+    return Skeleton(graph, program, children, generators, outputs, captured, agreed, plain, walker)

@@ -1,7 +1,8 @@
 """The native hot path of the PythonRunner, prepared from a skeleton.
 
 In:  a TraceGraph with interned parts, and its program.
-Out: a `Walker` whose `step` answers the simple events; None where the native module was not built.
+Out: a `Walker` that can be a mode's `__torch_function__`, and leaves to Python what is not simple; None
+     where the native module was not built.
 """
 
 from __future__ import annotations
@@ -15,12 +16,25 @@ import torch
 from coexec._native import core
 from coexec.runners.iteration import Iteration
 from coexec.runners.placeholder import Symbol
-from coexec.runners.records import EventRecord
-from coexec.tracegraph import calls
+from coexec.runners.records import EventRecord, GradRecord
+from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.graph import Captured, Fed, Node, NumberSlot, TraceGraph
+from coexec.tracegraph.optimizers import counts_of
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.trace import Kind, Produced, TensorMeta
+
+#: What is done with functions that are no events: called as they are, except that placeholders know best
+#: whether they are leaves, and which gradients there are.
+_CALLED, _ANNOTATES, _IS_LEAF, _GET_GRAD, _SET_GRAD = range(5)
+_TREATMENTS: dict[Any, int] = {
+    **dict.fromkeys(functions.PASSIVE | functions.AMBIENT | functions.MARKS, _CALLED),
+    **dict.fromkeys(functions.ANNOTATIONS, _ANNOTATES),
+    functions.IS_LEAF: _IS_LEAF,
+    functions.GET_GRAD: _GET_GRAD,
+    functions.SET_GRAD: _SET_GRAD,
+    functions.DELETE_GRAD: _SET_GRAD,
+}
 
 #: Objects that native code compares with, or makes.
 NAMES = {
@@ -31,6 +45,9 @@ NAMES = {
     "Tensor": torch.Tensor,
     "Symbol": Symbol,
     "EventRecord": EventRecord,
+    "GradRecord": GradRecord,
+    "Produced": Produced,
+    "treatments": _TREATMENTS,
     "Iteration": Iteration,
 }
 
@@ -88,6 +105,7 @@ def _node(
                     (i, i in plan.late, Fed(node.id, i) in itself)
                     for i in (plan.feeds[index] if plan.feeds else ())
                 ],
+                "path": a.path,
                 "select": -1 if plan.select is None else plan.select[index],
             }
             for index, a in enumerate(node.alternatives)
@@ -97,8 +115,11 @@ def _node(
         "output_bindings": list(outputs),
         "output_histories": [o.history for o in node.outputs],
         "result": node.result,
-        "fetch": plan.fetches[0] if _is_item(node) else -1,
-        "simple": simple and (_is_simple(node) or _is_item(node)),
+        "fetches": list(plan.fetches) if _looks_at_numbers(node) else [],
+        "grads": [(g.leaf, g.output) for g in node.grads],
+        "backward": node.backward,
+        "counts": node.function is counts_of,
+        "simple": simple and (_is_simple(node) or _looks_at_numbers(node)),
     }
 
 
@@ -107,19 +128,24 @@ def _is_simple(node: Node) -> bool:
     return node.kind is Kind.COMPUTE and _is_plain(node)
 
 
-def _is_item(node: Node) -> bool:
-    """Whether an event is `Tensor.item` of one number that Python has a type for."""
-    if node.kind is not Kind.FETCH or node.function is not torch.Tensor.item or not _is_plain(node):
+def _looks_at_numbers(node: Node) -> bool:
+    """Whether an event gives Python single numbers, of types that Python has."""
+    if node.kind is not Kind.FETCH or node.function not in (torch.Tensor.item, counts_of):
         return False
     key: Any = node.key
-    [meta] = key[2]
-    return math.prod(meta.shape) == 1 and meta.dtype in _NUMBERS
+    return _is_plain(node) and all(math.prod(m.shape) == 1 and m.dtype in _NUMBERS for m in key[2])
 
 
 def _is_plain(node: Node) -> bool:
-    special = node.backward or node.implicit_metas or node.rebinds or node.grads
-    by_path = any(a.path is not None for a in node.alternatives)
-    return not special and not by_path and bool(node.alternatives)
+    """Whether an event binds nothing that only Python knows how to bind."""
+    key: Any = node.key
+    explicit = len(key[2])
+    fed_late = any(
+        isinstance(b, Fed) and b == Fed(node.id, position)
+        for a in node.alternatives
+        for position, b in enumerate(a.bindings[explicit:], explicit)
+    )
+    return not node.rebinds and not fed_late and not any(a.pins for a in node.alternatives)
 
 
 def encoded_meta(meta: TensorMeta) -> dict[str, Any]:

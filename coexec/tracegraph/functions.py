@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from coexec.tracegraph.calls import generators_in
+from coexec.tracegraph.optimizers import counts_of
 
 Tensor = torch.Tensor
 
@@ -58,11 +59,19 @@ MARKS: frozenset[Callable[..., Any]] = frozenset(
 #: Namespaces of operators that only annotate (profiler ranges).
 ANNOTATING_NAMESPACES = ("profiler",)
 
+#: The operators of `torch.profiler.record_function`, which optimizers enter in every step.
+ANNOTATIONS: frozenset[Callable[..., Any]] = frozenset(
+    function
+    for packet in (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit)
+    for function in (packet, *(getattr(packet, overload) for overload in packet.overloads()))
+)
+
 #: Look at values: their arguments are fetched and the function is called on them.
 FETCH: frozenset[Callable[..., Any]] = frozenset(
     _methods("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__")
     | _methods("__index__", "__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero")
     | _functions("equal", "allclose", "is_nonzero")
+    | {counts_of}
 )
 
 #: Give Python a view of the memory itself, through which it could write.
@@ -83,6 +92,7 @@ BACKWARD: frozenset[Callable[..., Any]] = frozenset(
     {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 )
 
+IS_LEAF: Callable[..., Any] = Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getset descriptor
 _GRAD: Any = Tensor.grad  # getset descriptors, which are typed as what they get
 _GRAD_FN: Any = Tensor.grad_fn
 GET_GRAD = _GRAD.__get__

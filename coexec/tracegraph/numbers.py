@@ -122,7 +122,7 @@ def unify(
             return None
         args = []
         for index, (a, b) in enumerate(zip(ours.args, theirs.args, strict=True)):
-            fed = candidates if _takes_numbers(ours.target, index) else ()
+            fed = candidates if takes_numbers(ours.target, index) else ()
             args.append(_unify_args(a, b, fed, numbers))
         if any(_is_unexplained(a) for a in args):
             return None
@@ -134,7 +134,7 @@ def unify(
 _SHAPED_BY_NUMBERS = ("aten::arange", "aten::range", "aten::linspace", "aten::logspace")
 
 
-def _takes_numbers(target: Any, index: int) -> bool:
+def takes_numbers(target: Any, index: int) -> bool:
     """Whether a number in this argument may vary: it decides about values, and never about a shape."""
     name = target._schema.name
     if name in _SHAPED_BY_NUMBERS:

@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from coexec._native.entry import EnteredNatively
 from coexec.location import locate
 from coexec.tracegraph import calls, functions
 from coexec.tracer.recorder import Recorder
@@ -24,7 +24,7 @@ _UNRECORDED = (
 )
 
 
-class TracingMode(TorchFunctionMode):
+class TracingMode(EnteredNatively):
     """Passes torch calls to a recorder, with their location below frame `outermost`."""
 
     def __init__(self, recorder: Recorder, outermost: FrameType) -> None:

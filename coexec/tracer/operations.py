@@ -12,6 +12,7 @@ import torch
 
 from coexec._private import MODE_WRAPPER_FILES, TORCH_DIRECTORY
 from coexec.tracegraph import calls, functions
+from coexec.tracegraph.optimizers import Update
 from coexec.tracegraph.trace import Input, Local, Operation, Result, Value
 
 
@@ -27,7 +28,8 @@ class Between:
 
     def outside_of_torch(self) -> CodeType | None:
         """The first code that is not PyTorch's own."""
-        return next((c for c in self.codes if not c.co_filename.startswith(TORCH_DIRECTORY)), None)
+        own = (c for c in self.codes if c is not Update.__call__.__code__)
+        return next((c for c in own if not c.co_filename.startswith(TORCH_DIRECTORY)), None)
 
 
 def frames_between(outermost: CodeType) -> Between | None:

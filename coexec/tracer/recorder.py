@@ -10,7 +10,7 @@ level. Nothing here keeps a tensor, a storage or a frame of the program alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from coexec.reasons import Cause, cause
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.exposed import Exposure, expose
+from coexec.tracegraph.optimizers import Update, unexplained
 from coexec.tracegraph.trace import (
     Binding,
     Computed,
@@ -40,6 +41,7 @@ from coexec.tracegraph.trace import (
     Input,
     Kind,
     Local,
+    Number,
     Operation,
     Output,
     Produced,
@@ -61,6 +63,8 @@ from coexec.tracer.operations import (
     with_dtype,
     written_values,
 )
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class Untraceable(Exception):
@@ -223,6 +227,8 @@ class Recorder(TorchDispatchMode):
     def _complete(self, p: _Prepared, returned: Any) -> None:
         event = self._open
         assert event is not None
+        if isinstance(p.function, Update):
+            self._check_update(p.function, event.operations, p.numbers)
         if p.kind is not Kind.FETCH and event.on_host is None and self._reads_unseen(p, returned):
             event.on_host = f"an integer tensor inside of {self._name()}"
         if event.on_host is not None and p.kind is not Kind.FETCH:
@@ -276,6 +282,14 @@ class Recorder(TorchDispatchMode):
                 backward=event.backward,
             )
         )
+
+    def _check_update(
+        self, update: Update, operations: Sequence[Operation], numbers: Sequence[Number]
+    ) -> None:
+        strange = unexplained(operations, numbers)
+        if strange is not None:
+            update.trusted = False  # from the next iteration on it is call by call
+            raise Untraceable("CX0106", f"{self._name()} computes {strange} in a way that is not known")
 
     def _reads_unseen(self, p: _Prepared, returned: Any) -> bool:
         event = self._open
@@ -481,6 +495,8 @@ class Recorder(TorchDispatchMode):
         self._check_frames(event)
         if torch.Tag.inplace_view in function.tags:
             raise Untraceable("CX0109", f"{function} changes a tensor's geometry in place")
+        if isinstance(event.function, Update) and function is _ITEM:
+            return None  # a step counter: what follows from it is among the event's numbers
         if depends_on_data(function, args):
             event.on_host = f"{function} inside of {self._name()}"
         if event.on_host is not None:

@@ -237,6 +237,7 @@ def test_an_interrupt_while_python_waits_for_a_value(monkeypatch):
             return fetch(slot)
 
         runner.fetch = interrupted
+        runner.watched = True  # its values are fetched by Python
         return runner
 
     def step(s, k, tape, interrupt_at=None):

@@ -1,0 +1,67 @@
+#include "entry.h"
+
+#include <unordered_map>
+
+namespace py = pybind11;
+
+namespace coexec {
+namespace {
+
+struct Entry {
+  py::object python;               // answers what nobody else does
+  Answering* answering = nullptr;  // kept alive by the mode
+};
+
+// By mode: PyTorch wants the mode itself to be `self` of its `__torch_function__`.
+std::unordered_map<PyObject*, Entry>& entries() {
+  static auto* instance = new std::unordered_map<PyObject*, Entry>();  // outlives the interpreter
+  return *instance;
+}
+
+py::object answer(PyObject* mode, PyObject* function, PyObject* types, PyObject* args, PyObject* kwargs) {
+  Entry& entry = entries().at(mode);
+  if (entry.answering) {
+    py::object answered = entry.answering->answer(function, args, kwargs);
+    if (answered.ptr() != Py_NotImplemented) return answered;
+  }
+  py::object python = entry.python;  // the entry may be gone when it returns
+  PyObject* answered = PyObject_CallFunctionObjArgs(python.ptr(), function, types, args, kwargs, nullptr);
+  if (!answered) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(answered);
+}
+
+// mode.__torch_function__(function, types, args[, kwargs])
+PyObject* torch_function(PyObject* mode, PyObject* const* args, Py_ssize_t count) {
+  if (count < 3 || count > 4 || !PyTuple_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "it takes a function, types, a tuple of arguments, and keywords or None");
+    return nullptr;
+  }
+  try {
+    return answer(mode, args[0], args[1], args[2], count == 4 ? args[3] : Py_None).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+py::object attach(const py::object& mode, py::object python) {
+  static PyMethodDef definition{"__torch_function__",
+                                reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&torch_function)),
+                                METH_FASTCALL, "Answers a torch call, or hands it to Python."};
+  entries()[mode.ptr()] = Entry{std::move(python)};
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, mode.ptr()));
+}
+
+}  // namespace
+
+void bind_entry(py::module_& m) {
+  py::class_<Answering>(m, "Answering");
+  m.def("attach", &attach, "A `__torch_function__` for a mode, which `python` answers.");
+  m.def("lead", [](const py::object& mode, Answering* answering) { entries().at(mode.ptr()).answering = answering; },
+        py::arg("mode"), py::arg("answering").none(true), "Lets somebody answer before Python does, or nobody.");
+  m.def("detach", [](const py::object& mode) { entries().erase(mode.ptr()); });
+}
+
+}  // namespace coexec

@@ -1,0 +1,38 @@
+"""Function modes that torch calls enter through C++, where there is the native module.
+
+A call of a mode that PyTorch's Python code makes has another executed location when a C function answers
+it than when a Python function does, so every mode of the two phases is entered in the same way.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from coexec._native import core
+
+
+class EnteredNatively(TorchFunctionMode):
+    """A function mode; what `lead` was given answers before `__torch_function__` does."""
+
+    def __enter__(self) -> Any:
+        if core is not None:
+            self.__dict__["__torch_function__"] = core.attach(self, self.__torch_function__)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if core is not None:
+            del self.__dict__["__torch_function__"]
+            core.detach(self)
+
+    def lead(self, answering: Any) -> None:
+        """Lets a native object answer first, or none; kept alive by the caller."""
+        core.lead(self, answering)

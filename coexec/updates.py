@@ -1,0 +1,69 @@
+"""Makes the updates of a program's optimizers as single torch calls.
+
+In:  calls of functional forms (`torch.optim.adam.adam`), while an iteration is traced or co-executed.
+Out: for each of them two calls through the function modes: one that looks at the step counters, and one
+     that updates.
+
+An optimizer that always updates the same parameters updates all of them in one call. One that does not
+(some had no gradient in an iteration, as with layer drop) updates them one by one: what it does to each is
+then the same in all iterations, whichever others it updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.overrides import handle_torch_function
+
+from coexec._private import has_function_mode
+from coexec.tracegraph.optimizers import Update, counts_of
+
+
+@dataclass(slots=True)
+class Updates:
+    """The updates of one program.
+
+    `together` has for each parameter those that were last updated in one call with it. `apart` are the
+    functional forms that did not always get the same ones. Tensors are known by `id`: another one that takes
+    the place of one costs a trace at most.
+    """
+
+    together: dict[tuple[Update, int], tuple[int, ...]] = field(default_factory=dict)
+    apart: set[Update] = field(default_factory=set)
+
+    def make(self, update: Update, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Makes a call of a functional form."""
+        arguments = update.named(args, kwargs)
+        if not has_function_mode() or not update.applies(arguments):
+            return update.original(*args, **kwargs)
+        if update not in self.apart:
+            self._compare(update, tuple([id(p) for p in arguments["params"]]))
+        calls = update.split(arguments) if update in self.apart else [arguments]
+        if calls is None:
+            return update.original(*args, **kwargs)
+        for call in calls:
+            _make(update, call)
+        return None
+
+    def _compare(self, update: Update, parameters: tuple[int, ...]) -> None:
+        if self.together.get((update, parameters[0])) == parameters:
+            return
+        for p in parameters:
+            if self.together.setdefault((update, p), parameters) != parameters:
+                self.apart.add(update)
+
+
+def _make(update: Update, arguments: dict[str, Any]) -> None:
+    counters = update.counters(arguments)
+    counts: list[float] = _call(counts_of, counters) if counters else []
+    numbers = update.numbers(arguments, counts)
+    if numbers is None:
+        return update.original(**arguments)
+    _call(update, numbers, **arguments)
+    return None
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return handle_torch_function(function, (), *args, **kwargs)

@@ -1,0 +1,213 @@
+"""Updates of optimizers are one event each, with the numbers that eager's Python computes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import optim
+
+from coexec.tracegraph import optimizers
+from coexec.tracegraph.optimizers import FUNCTIONALS, update_of
+from tests.coexec.harness import coexecuted, compare, train
+
+ONE_EVENT = {
+    "SGD": ("sgd", lambda p: optim.SGD(p, lr=0.1)),
+    "SGD with momentum": ("sgd", lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3)),
+    "Nesterov": ("sgd", lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)),
+    "SGD foreach": ("sgd", lambda p: optim.SGD(p, lr=0.1, momentum=0.9, foreach=True)),
+    "SGD fused": ("sgd", lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True)),
+    "Adam": ("adam", lambda p: optim.Adam(p, lr=0.01)),
+    "Adam that maximizes": ("adam", lambda p: optim.Adam(p, lr=0.01, maximize=True, weight_decay=0.1)),
+    "Adam foreach": ("adam", lambda p: optim.Adam(p, lr=0.01, foreach=True)),
+    "Adam fused": ("adam", lambda p: optim.Adam(p, lr=0.01, fused=True)),
+    "AMSGrad": ("adam", lambda p: optim.Adam(p, lr=0.01, amsgrad=True)),
+    "AdamW": ("adam", lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1)),
+    "Adagrad": ("adagrad", lambda p: optim.Adagrad(p, lr=0.1, lr_decay=0.1)),
+    "RMSprop": ("rmsprop", lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5)),
+}
+
+
+def regression(make_optimizer):
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer = make_optimizer(model.parameters())
+        return SimpleNamespace(model=model, optimizer=optimizer, scheduler=None, log=[])
+
+    return make
+
+
+def step(s, k, tape):
+    x = torch.randn(6, 4)
+    with tape():
+        train(s, (s.model(x) - x.sum(1, keepdim=True)).square().mean())
+
+
+def events(report):
+    return Counter(n.name.rpartition(".")[2] for n in report.graph.nodes)
+
+
+@pytest.mark.parametrize("name", ONE_EVENT)
+def test_a_step_of_an_optimizer_is_one_event(name):
+    functional, make_optimizer = ONE_EVENT[name]
+
+    report = compare(regression(make_optimizer), step, 9)
+
+    assert coexecuted(report, 5)
+    assert report.fallbacks == 0, report.summary()
+    assert events(report)[functional] == 1
+    assert not {"lerp_", "addcdiv_", "addcmul_", "sqrt", "item"} & set(events(report))
+
+
+def test_an_update_that_reads_other_tensors_is_not_one_event():
+    report = compare(regression(lambda p: optim.Adam(p, lr=torch.tensor(0.01))), step, 9)
+
+    assert report.graph is None or "adam" not in events(report)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: optim.lr_scheduler.LambdaLR(o, lambda k: min(1.0, k / 4)),
+        lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 6),
+        lambda o: optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
+    ],
+)
+@pytest.mark.parametrize("name", ["SGD with momentum", "Adam", "AdamW"])
+def test_learning_rates_and_momenta_that_change_are_fed(schedule, name):
+    def make():
+        s = regression(ONE_EVENT[name][1])()
+        s.scheduler = schedule(s.optimizer)
+        return s
+
+    def scheduled(s, k, tape):
+        step(s, k, tape)
+        s.scheduler.step()
+
+    assert coexecuted(compare(make, scheduled, 24), 14)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AMSGrad", "AdamW", "Adagrad"])
+def test_counters_that_are_set_back_after_their_corrections_have_vanished(name):
+    def make():
+        s = regression(ONE_EVENT[name][1])()
+        torch.nn.functional.mse_loss(s.model(torch.ones(1, 4)), torch.zeros(1, 1)).backward()
+        s.optimizer.step()
+        s.fresh = copy.deepcopy(s.optimizer.state_dict())
+        for state in s.optimizer.state.values():
+            state["step"].fill_(100_000)
+        return s
+
+    def set_back(s, k, tape):
+        if k == 7:
+            s.optimizer.load_state_dict(copy.deepcopy(s.fresh))
+        step(s, k, tape)
+
+    compare(make, set_back, 16)
+
+
+def test_counters_that_differ_between_parameters():
+    def make():
+        s = regression(ONE_EVENT["Adam"][1])()
+        s.model[2].weight.requires_grad_(False)
+        return s
+
+    def thawed(s, k, tape):
+        if k == 2:
+            s.model[2].weight.requires_grad_(True)
+        step(s, k, tape)
+
+    report = compare(make, thawed, 14)
+
+    assert coexecuted(report, 5)
+    assert events(report)["adam"] >= 4  # the parameters of one update changed, and it fell apart
+
+
+def test_optimizers_that_take_turns_keep_their_parameters_together():
+    def make():
+        layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+        return SimpleNamespace(layers=layers, optimizers=[optim.Adam(layer.parameters()) for layer in layers])
+
+    def both(s, k, tape):
+        x = torch.randn(3, 4)
+        with tape():
+            for layer, optimizer in zip(s.layers, s.optimizers, strict=True):
+                optimizer.zero_grad()
+                layer(x).square().mean().backward()
+                optimizer.step()
+
+    report = compare(make, both, 9)
+
+    assert coexecuted(report, 5)
+    assert events(report)["adam"] == 2
+
+
+def test_parameters_without_a_gradient_now_and_then_need_no_trace_for_each_set():
+    def make():
+        layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(4))
+        return SimpleNamespace(model=layers, optimizer=optim.Adam(layers.parameters(), lr=0.01))
+
+    used = [s for n in (2, 3) for s in itertools.combinations(range(4), n)]
+
+    def dropped(s, k, tape):
+        x = torch.randn(5, 3)
+        with tape():
+            for i in used[k % len(used)]:
+                x = x + s.model[i](x).tanh()
+            train(s, x.square().mean())
+
+    report = compare(make, dropped, 40)
+
+    assert report.traces < len(used), report.summary()
+
+
+def test_an_optimizer_of_complex_parameters():
+    def make():
+        w = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        return SimpleNamespace(w=w, optimizer=optim.Adam([w], lr=0.01, amsgrad=True))
+
+    def turned(s, k, tape):
+        with tape():
+            train(s, (s.w * torch.randn(3)).abs().sum())
+
+    compare(make, turned, 9)
+
+
+def test_a_number_that_nothing_explains_ends_the_trust_in_a_functional_form(monkeypatch):
+    [adam] = [f for f in FUNCTIONALS if f.name == "adam"]
+    update = update_of(adam)
+    wrong = optimizers.Functional(adam.module, adam.name, adam.lists, lambda a, step: (0.25, 0.75, 0.125))
+    monkeypatch.setattr(update, "functional", wrong)
+    monkeypatch.setattr(update, "trusted", True)
+
+    report = compare(regression(ONE_EVENT["Adam"][1]), step, 12)
+
+    assert not update.trusted
+    assert report.causes[0].id == "CX0106"
+    assert coexecuted(report, 5)
+    assert "adam" not in events(report)
+
+
+@pytest.mark.parametrize("functional", FUNCTIONALS, ids=lambda f: f.name)
+def test_functional_forms_have_the_parameters_that_are_relied_on(functional):
+    update = update_of(functional)
+    given = update.named([], {})
+
+    parameters = set(update._parameters)
+    assert set(functional.lists) < parameters
+    assert given == {}
+    assert getattr(importlib.import_module(functional.module), functional.name) is update.original
+
+
+def test_a_block_leaves_the_functional_forms_as_they_were():
+    [sgd] = [f for f in FUNCTIONALS if f.name == "sgd"]
+    before = importlib.import_module(sgd.module).sgd
+
+    compare(regression(ONE_EVENT["SGD"][1]), step, 4)
+
+    assert importlib.import_module(sgd.module).sgd is before
