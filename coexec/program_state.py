@@ -165,7 +165,10 @@ class ProgramState:
         if trace is not None:
             self._move_to(Phase.TRACING)
             self.uncovered = 0
+            before = self.graph
             self.traced(trace, None)
+            if before is not None and self.graph is not None and _only_learned_ways(before, self.graph):
+                self.recent[-1] = False
         else:
             self._untraceable(why_untraceable)
         if self.phase in (Phase.DYNAMIC, Phase.EAGER):
@@ -290,6 +293,16 @@ class ProgramState:
     def _captured_examples(self, graph: TraceGraph) -> dict[Captured, torch.Tensor]:
         tensors = {Captured(i): self.identities.tensor(uid) for i, uid in enumerate(graph.captured)}
         return {c: t for c, t in tensors.items() if t is not None}
+
+
+def _only_learned_ways(before: TraceGraph, after: TraceGraph) -> bool:
+    """Whether a trace brought no event that was new, but its events came in an order that was.
+
+    There are finitely many of these, so they are no sign that the program has no graph.
+    """
+    events, events_now = (Counter((n.location, len(n.alternatives)) for n in g.nodes) for g in (before, after))
+    ways, ways_now = (sum(map(len, g.edges.values())) for g in (before, after))
+    return events == events_now and ways < ways_now
 
 
 def _shape(graph: TraceGraph) -> object:

@@ -1,8 +1,8 @@
 """Makes the updates of a program's optimizers as single torch calls.
 
 In:  calls of functional forms (`torch.optim.adam.adam`), while an iteration is traced or co-executed.
-Out: for each of them two calls through the function modes: one that looks at the step counters, and one
-     that updates.
+Out: for each of them three calls through the function modes: one that looks at the step counters, one that
+     updates, and one that says that the update is done.
 
 An optimizer that always updates the same parameters updates all of them in one call. One that does not
 (some had no gradient in an iteration, as with layer drop) updates them one by one: what it does to each is
@@ -18,7 +18,7 @@ from typing import Any
 from torch.overrides import handle_torch_function
 
 from coexec._private import has_function_mode
-from coexec.tracegraph.optimizers import Update, counts_of
+from coexec.tracegraph.optimizers import Update, counts_of, updated
 
 
 @dataclass(slots=True)
@@ -35,17 +35,21 @@ class Updates:
 
     def make(self, update: Update, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes a call of a functional form."""
-        arguments = update.named(args, kwargs)
-        if not has_function_mode() or not update.applies(arguments):
+        if not has_function_mode():
             return update.original(*args, **kwargs)
+        arguments = update.named(args, kwargs)
+        for call in self._calls(update, arguments):
+            _make(update, call)
+        _call(updated)
+        return None
+
+    def _calls(self, update: Update, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """The arguments of the calls that the update is made of."""
+        if not update.applies(arguments):
+            return [arguments]
         if update not in self.apart:
             self._compare(update, tuple([id(p) for p in arguments["params"]]))
-        calls = update.split(arguments) if update in self.apart else [arguments]
-        if calls is None:
-            return update.original(*args, **kwargs)
-        for call in calls:
-            _make(update, call)
-        return None
+        return update.split(arguments) if update in self.apart else [arguments]
 
     def _compare(self, update: Update, parameters: tuple[int, ...]) -> None:
         if self.together.get((update, parameters[0])) == parameters:
@@ -56,9 +60,10 @@ class Updates:
 
 
 def _make(update: Update, arguments: dict[str, Any]) -> None:
-    counters = update.counters(arguments)
-    counts: list[float] = _call(counts_of, counters) if counters else []
-    numbers = update.numbers(arguments, counts)
+    numbers = None
+    if update.applies(arguments):
+        counters = update.counters(arguments)
+        numbers = update.numbers(arguments, _call(counts_of, counters) if counters else [])
     if numbers is None:
         return update.original(**arguments)
     _call(update, numbers, **arguments)

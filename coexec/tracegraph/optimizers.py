@@ -129,12 +129,12 @@ class Update:
                 return None  # it will raise that itself
         return tuple(numbers)
 
-    def split(self, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """The calls that update one parameter each; None if they might not be the same as this one."""
+    def split(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """Calls that update one parameter each, or the one call where these might not do the same."""
         if arguments.get("foreach") or arguments.get("fused"):
-            return None
+            return [arguments]
         if any(p.device.type != "cpu" for p in arguments["params"]):
-            return None  # it may choose an implementation for several parameters at once
+            return [arguments]  # it may choose an implementation for several parameters at once
         lists = {name: arguments[name] for name in self.functional.lists}
         return [
             {**arguments, **{name: values[i : i + 1] for name, values in lists.items()}}
@@ -157,6 +157,10 @@ def update_of(functional: Functional) -> Update:
 def counts_of(counters: list[torch.Tensor]) -> list[float]:
     """The values of step counters, as a torch call that Python makes."""
     return [float(c.item()) for c in counters]
+
+
+def updated() -> None:
+    """The event that ends every update: whatever way it was made, what comes after it is the same."""
 
 
 def unexplained(operations: Sequence[Operation], numbers: Sequence[Number]) -> Number | None:

@@ -246,6 +246,29 @@ def test_a_layer_that_always_was_the_second_may_be_the_first(compared):
     assert coexecuted(report, 18)
 
 
+def test_known_events_in_a_new_order_are_no_sign_that_a_program_has_no_graph():
+    looks = ["abcd", "abcd", "abcd", "ac", "bd", "ad", "c", ""]
+
+    def step(s, k, tape):
+        x = torch.randn(5)
+        now = looks[min(k, len(looks) - 1)]
+        with tape():
+            y = x.sum()
+            if "a" in now:
+                s.log.append(y.item())
+            if "b" in now:
+                s.log.append(y.item())
+            if "c" in now:
+                s.log.append(y.item())
+            if "d" in now:
+                s.log.append(y.item())
+
+    report = compare(nothing, step, 12)
+
+    assert report.fallbacks > 2, report.summary()
+    assert report.phase == "co-execution"
+
+
 @pytest.mark.skipif(core is None, reason="the native core is not built")
 def test_a_program_that_only_falls_back_at_first_is_run_call_by_call():
     def step(s, k, tape):

@@ -211,3 +211,18 @@ def test_a_block_leaves_the_functional_forms_as_they_were():
     compare(regression(ONE_EVENT["SGD"][1]), step, 4)
 
     assert importlib.import_module(sgd.module).sgd is before
+
+
+def test_what_follows_the_first_update_may_follow_later_ones():
+    def logged(s, k, tape):
+        x = torch.randn(6, 4)
+        with tape():
+            loss = s.model(x).square().mean()
+            train(s, loss)
+            if k % 6 == 0:  # the first update makes the momentum buffers
+                s.log.append(loss.item())
+
+    report = compare(regression(ONE_EVENT["SGD with momentum"][1]), logged, 16)
+
+    assert report.fallbacks == 0, report.summary()
+    assert coexecuted(report, 11)
