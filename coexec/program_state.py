@@ -300,7 +300,9 @@ def _only_learned_ways(before: TraceGraph, after: TraceGraph) -> bool:
 
     There are finitely many of these, so they are no sign that the program has no graph.
     """
-    events, events_now = (Counter((n.location, len(n.alternatives)) for n in g.nodes) for g in (before, after))
+    events, events_now = (
+        Counter((n.location, len(n.alternatives)) for n in g.nodes) for g in (before, after)
+    )
     ways, ways_now = (sum(map(len, g.edges.values())) for g in (before, after))
     return events == events_now and ways < ways_now
 

@@ -82,19 +82,24 @@ def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch
     """
     if value.is_conj() or value.is_neg():
         return value.detach().requires_grad_(meta.requires_grad)
-    ordinary = not (meta.requires_grad or value.requires_grad or torch.is_inference_mode_enabled())
-    if core is not None and ordinary:
-        plain: torch.Tensor = core.alias_of(value)
-        return plain
-    alias = value.new_empty(0)
-    with torch.no_grad():
-        alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    alias = _alias(value)
     if not meta.requires_grad:
         return alias
     if meta.is_leaf:
         return alias.requires_grad_()
     with torch.enable_grad():
         return _used_history(history or "UnknownBackward").apply(_ANCHOR, [alias])  # type: ignore[no-any-return]
+
+
+def _alias(value: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory, without autograd history; an inference tensor in inference mode."""
+    if core is not None and not (value.requires_grad or torch.is_inference_mode_enabled()):
+        made: torch.Tensor = core.alias_of(value)
+        return made
+    alias = value.new_empty(0)
+    with torch.no_grad():
+        alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    return alias
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)

@@ -458,7 +458,8 @@ class PythonRunner(EnteredNatively):
         for message in self.skeleton.program.edges.get((it.at, END), ()):
             self.graph_runner.send(message)
         self._check_exposed()
-        self._check_memory()
+        if it.checked != len(it.fed):
+            self._check_memory()
         it.alive = alive(self.iteration)
         for binding in it.alive:
             if not graph.nodes[binding.event].outputs[binding.output].kept:
