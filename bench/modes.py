@@ -97,6 +97,7 @@ def start_run(
     if mode in ("coexec", "lazy"):
         import coexec
 
+        coexec.options.background = False  # what is measured is what was asked for
         tape = functools.partial(
             coexec.GradientTape, key=key, executor=executor, mode=mode, synchronous=synchronous
         )

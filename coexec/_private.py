@@ -37,8 +37,16 @@ DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 ENGINE_CODE = _graph._engine_run_backward.__code__
 
 
-#: Whether a torch function mode would see a call.
-has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+class OwnMode:
+    """Marks the function modes and dispatch modes of coexec."""
+
+
+def is_inmost() -> bool:
+    """Whether a mode of coexec is the first to see torch calls, and the first to see operations."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return False
+    functions, operations = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    return isinstance(functions[-1], OwnMode) and bool(operations) and isinstance(operations[-1], OwnMode)
 
 
 def make_wrapper(cls: type[torch.Tensor], meta: Any) -> torch.Tensor:
@@ -223,6 +231,21 @@ def compile_ahead_of_time(
             "compiled kernels; 2.13 does not"
         )
     package.package_aoti(path, files)
+
+
+def compiler_options() -> bytes:
+    """The options of TorchInductor that the user may have changed."""
+    import torch._inductor.config as config
+
+    saved: bytes = config.save_config()
+    return saved
+
+
+def set_compiler_options(options: bytes) -> None:
+    """Takes over options from `compiler_options` of another process."""
+    import torch._inductor.config as config
+
+    config.load_config(options)
 
 
 #: Compiled code then reads the serialized number of a dtype (float32: 7) as the number that C++ has for

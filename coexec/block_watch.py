@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import importlib
 import threading
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from coexec._private import TRANSFORM_ENTRIES
-from coexec.tracegraph.optimizers import FUNCTIONALS, Update, update_of
+from coexec.tracegraph.optimizers import ORIGINALS, Functional
 
 
 class Watched(enum.Enum):
@@ -41,12 +42,12 @@ class Watched(enum.Enum):
 Callback = Callable[[Watched, str, tuple[Any, ...]], contextlib.AbstractContextManager[None]]
 
 #: Makes a call of an optimizer's functional form: the form, its arguments.
-Optimizing = Callable[[Update, tuple[Any, ...], dict[str, Any]], None]
+Optimizing = Callable[[Functional, tuple[Any, ...], dict[str, Any]], None]
 
 _lock = threading.Lock()
 _optimizing: dict[int, Optimizing] = {}  # by thread
 _callbacks: dict[int, Callback] = {}  # by thread
-_saved: list[tuple[Any, str, Any]] = []
+_saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is there
 _ABSENT = object()
 _RANDOM: Any = torch.random  # its functions find the generator in this module
 _FUNCTION: Any = torch.autograd.Function
@@ -128,10 +129,11 @@ def _watched_entry(begin: Any) -> Any:
     return watched
 
 
-def _watched_update(update: Update) -> Any:
+def _watched_update(functional: Functional, original: Any) -> Any:
+    @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         make = _optimizing.get(threading.get_ident())
-        return update.original(*args, **kwargs) if make is None else make(update, args, kwargs)
+        return original(*args, **kwargs) if make is None else make(functional, args, kwargs)
 
     return watched
 
@@ -143,19 +145,22 @@ def _install() -> None:
     _replace(_TENSOR, "_make_subclass", _watched_make_subclass(_TENSOR._make_subclass))
     for module, name in TRANSFORM_ENTRIES:
         _replace(module, name, _watched_entry(getattr(module, name)))
-    for functional in FUNCTIONALS:
+    for functional, original in ORIGINALS.items():
         module = importlib.import_module(functional.module)
-        _replace(module, functional.name, _watched_update(update_of(functional)))
+        if getattr(module, functional.name) is original:  # what the user has put there is the user's
+            _replace(module, functional.name, _watched_update(functional, original))
 
 
 def _replace(owner: Any, name: str, stand_in: Any) -> None:
-    _saved.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+    _saved.append((owner, name, owner.__dict__.get(name, _ABSENT), stand_in))
     setattr(owner, name, stand_in)
 
 
 def _uninstall() -> None:
     while _saved:
-        owner, name, original = _saved.pop()
+        owner, name, original, stand_in = _saved.pop()
+        if owner.__dict__.get(name) is not stand_in:
+            continue  # the user has put something else there
         if original is _ABSENT:
             delattr(owner, name)
         else:

@@ -61,6 +61,7 @@ class ProgramReport:
         graph_text: the TraceGraph as text, loops rolled up.
         switch_cases: the switch-cases of the TraceGraph.
         blocks: the blocks of its program.
+        compiling: how many blocks another process compiles, which will take their place.
         compile_s: seconds that each making of a symbolic graph took.
         python_ms, python_stall_ms: the PythonRunner's time of the latest co-executed
             iterations, and its wait.
@@ -81,6 +82,7 @@ class ProgramReport:
     graph_text: str
     switch_cases: tuple[SwitchCase, ...]
     blocks: tuple[Block, ...]
+    compiling: int
     compile_s: tuple[float, ...]
     python_ms: tuple[float, ...]
     python_stall_ms: tuple[float, ...]
@@ -120,7 +122,8 @@ class ProgramReport:
                 + (f" ({b.deferred} at the commit)" if b.deferred else "")
                 for b in self.blocks
             )
-            lines.append(f"  blocks: {sizes}; made in {sum(self.compile_s):.2f} s")
+            soon = f"; {self.compiling} are being compiled" if self.compiling else ""
+            lines.append(f"  blocks: {sizes}; made in {sum(self.compile_s):.2f} s{soon}")
         if self.python_ms:
             lines.append(
                 f"  medians a step: PythonRunner {_median(self.python_ms)} ms and "
@@ -183,6 +186,7 @@ def report(state: ProgramState) -> ProgramReport:
         graph_text="" if graph is None else format_graph(graph, describe, graph_loops(graph, state)),
         switch_cases=() if graph is None else assign_cases(graph.edges),
         blocks=() if program is None or state.phase is not Phase.COEXECUTION else _blocks(program),
+        compiling=state.compiling,
         compile_s=tuple(state.compile_s),
         python_ms=tuple(state.python_ms),
         python_stall_ms=tuple(state.python_stall_ms),

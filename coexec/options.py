@@ -29,6 +29,8 @@ class Options:
             looks at a value or the block ends; `eager` leaves the program alone.
         synchronous: whether leaving the block waits until the GraphRunner is done. If not, the next
             use of a tensor that the iteration reads or writes waits, and so does the next tape.
+        background: whether a program goes on with `aten` while another process compiles blocks for
+            `inductor`; if not, it waits. Blocks that are on disk already are used at once.
         check: whether the verifiers run after every step that makes a structure.
         max_traces: traces of one program after which it runs call by call for good (at least 2).
     """
@@ -36,6 +38,7 @@ class Options:
     executor: Executor = "aten"
     mode: Mode = "coexec"
     synchronous: bool = True
+    background: bool = True
     check: bool = False
     max_traces: int = 64
 
@@ -61,6 +64,7 @@ _ALLOWED: dict[str, Any] = {
     "executor": get_args(Executor),
     "mode": get_args(Mode),
     "synchronous": bool,
+    "background": bool,
     "check": bool,
     "max_traces": int,
 }

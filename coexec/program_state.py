@@ -22,14 +22,16 @@ import torch
 
 from coexec._native import core
 from coexec.dynamic.table import Table
-from coexec.executors import make_program
+from coexec.executors import compile_in_background, make_program
+from coexec.executors.background import Compilation
 from coexec.options import Options
 from coexec.reasons import Cause, cause
 from coexec.runners.graph_runner import GraphRunner, make_graph_runner
 from coexec.runners.skeleton import Skeleton, make_skeleton
-from coexec.tracegraph.graph import Captured, TraceGraph
+from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.live import live
 from coexec.tracegraph.merge import merge
+from coexec.tracegraph.program import Program
 from coexec.tracegraph.symbolic import SharedShadow
 from coexec.tracegraph.trace import Trace
 from coexec.tracegraph.verify import verify_graph, verify_program, verify_trace
@@ -99,6 +101,7 @@ class ProgramState:
     python_ms: deque[float] = field(default_factory=_samples)
     python_stall_ms: deque[float] = field(default_factory=_samples)
     running: bool = False
+    _compilation: Compilation | None = None
     _graph_runner: GraphRunner | None = None
     _table: Table | None = None
     _until_retry: int = 0
@@ -240,6 +243,7 @@ class ProgramState:
         if self.dynamic_cause is None:
             log.info("%s: co-executed call by call: %s", self.key, why)
         self.dynamic_cause = why
+        self.stop_compiling()
         self._move_to(Phase.DYNAMIC)
         self.skeleton, self.recent, self.uncovered = None, [], 0
         self._until_retry = self._retry_after
@@ -255,6 +259,7 @@ class ProgramState:
             return
         log.warning("coexec leaves %s to eager execution: %s. %s", self.key, why, why.reason.hint)
         self.eager_cause = why
+        self.stop_compiling()
         self._move_to(Phase.EAGER)
         self.traces, self.skeleton = [], None
 
@@ -277,7 +282,7 @@ class ProgramState:
         began = time.perf_counter()
         graph = live(self.graph)
         try:
-            program, why_aten = make_program(graph, self._captured_examples(graph), self.options.executor)
+            program, why_aten = self._make_program(graph)
         except SharedShadow:
             self.give_up(cause("CX0115", "see the traces", self.key))
             return
@@ -290,9 +295,42 @@ class ProgramState:
         self.compile_s.append(time.perf_counter() - began)
         self._move_to(Phase.COEXECUTION)
 
-    def _captured_examples(self, graph: TraceGraph) -> dict[Captured, torch.Tensor]:
-        tensors = {Captured(i): self.identities.tensor(uid) for i, uid in enumerate(graph.captured)}
-        return {c: t for c, t in tensors.items() if t is not None}
+    def _make_program(self, graph: TraceGraph) -> tuple[Program, str | None]:
+        """The program of a graph; for the time being `aten`'s, if blocks are compiled in the background."""
+        executor = self.options.executor
+        self.stop_compiling()
+        if executor != "inductor" or not self.options.background or core is None:
+            return make_program(graph, executor)
+        self._compilation = compile_in_background(graph)
+        if self._compilation is None:
+            return make_program(graph, executor)
+        log.info("%s: %d blocks are being compiled", self.key, self._compilation.blocks)
+        return make_program(graph, "aten")[0], None
+
+    @property
+    def compiling(self) -> int:
+        """How many blocks another process compiles now."""
+        return 0 if self._compilation is None else self._compilation.blocks
+
+    def stop_compiling(self) -> None:
+        """Ends the compilation in the background, if there is one."""
+        if self._compilation is not None:
+            self._compilation.stop()
+            self._compilation = None
+
+    def take_compiled(self) -> None:
+        """Goes over to the compiled program if it has become ready since the last iteration."""
+        compilation = self._compilation
+        if compilation is None or not compilation.is_done() or self.phase is not Phase.COEXECUTION:
+            return
+        seconds = time.perf_counter() - compilation.began
+        failure = compilation.failure()
+        self.stop_compiling()
+        if failure is not None:
+            self.note(cause("CX0201", failure, self.key))
+            return
+        log.info("%s: %d blocks compiled in %.1f s", self.key, compilation.blocks, seconds)
+        self._enter_coexecution()
 
 
 def _only_learned_ways(before: TraceGraph, after: TraceGraph) -> bool:

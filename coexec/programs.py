@@ -39,6 +39,8 @@ def reset() -> None:
     """Forgets all programs; the next iteration of each starts in the tracing phase."""
     settle_all()
     with _lock:
+        for state in _states.values():
+            state.stop_compiling()
         _states.clear()
 
 

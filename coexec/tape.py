@@ -172,6 +172,7 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
     if state.phase is Phase.DYNAMIC and not state.tries_tracing():
         return _DynamicSession(state, options)
     if state.phase is Phase.COEXECUTION:
+        state.take_compiled()
         captured = state.captured_tensors()
         if captured is not None:
             return _CoexecutionSession(state, frame, captured, options)

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.overrides import handle_torch_function
 
-from coexec._private import has_function_mode
-from coexec.tracegraph.optimizers import Update, counts_of, updated
+from coexec._private import is_inmost
+from coexec.tracegraph.optimizers import FUNCTIONALS, Functional, Update, counts_of, updated
 
 
 @dataclass(slots=True)
@@ -30,23 +30,26 @@ class Updates:
     the place of one costs a trace at most.
     """
 
+    forms: dict[Functional, Update] = field(default_factory=lambda: {f: Update(f) for f in FUNCTIONALS})
     together: dict[tuple[Update, int], tuple[int, ...]] = field(default_factory=dict)
     apart: set[Update] = field(default_factory=set)
 
-    def make(self, update: Update, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def make(self, functional: Functional, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes a call of a functional form."""
-        if not has_function_mode():
+        update = self.forms[functional]
+        if not is_inmost():  # somebody else looks at the calls, or changes them
             return update.original(*args, **kwargs)
         arguments = update.named(args, kwargs)
-        for call in self._calls(update, arguments):
-            _make(update, call)
+        if arguments is None or not update.applies(arguments):
+            update.original(*args, **kwargs)
+        else:
+            for call in self._calls(update, arguments):
+                _make(update, call)
         _call(updated)
         return None
 
     def _calls(self, update: Update, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """The arguments of the calls that the update is made of."""
-        if not update.applies(arguments):
-            return [arguments]
         if update not in self.apart:
             self._compare(update, tuple([id(p) for p in arguments["params"]]))
         return update.split(arguments) if update in self.apart else [arguments]
@@ -60,13 +63,12 @@ class Updates:
 
 
 def _make(update: Update, arguments: dict[str, Any]) -> None:
-    numbers = None
-    if update.applies(arguments):
-        counters = update.counters(arguments)
-        numbers = update.numbers(arguments, _call(counts_of, counters) if counters else [])
-    if numbers is None:
+    counters = update.counters(arguments)
+    known = update.numbers(arguments, _call(counts_of, counters) if counters else [])
+    if known is None:
         return update.original(**arguments)
-    _call(update, numbers, **arguments)
+    numbers, pattern = known
+    _call(update, numbers, pattern, **arguments)
     return None
 
 

@@ -73,6 +73,7 @@ def compare_case(path: Path, executor: Executor) -> Result:
     if eager.error is not None:
         raise RuntimeError(f"the case fails in eager: {type(eager.error).__name__}: {eager.error}")
     coexec.reset()
+    coexec.options.background = False  # what is compared is what was asked for
     early = Counter[str]()
 
     def after_step(step: int) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from coexec._native import core
+from coexec._private import OwnMode
 
 
-class EnteredNatively(TorchFunctionMode):
+class EnteredNatively(OwnMode, TorchFunctionMode):
     """A function mode; what `lead` was given answers before `__torch_function__` does."""
 
     def __enter__(self) -> Any:

@@ -7,21 +7,17 @@ replaces every block by a compiled library; what it cannot compile runs by `aten
 
 from __future__ import annotations
 
-import torch
-
-from coexec.tracegraph.graph import Captured, TraceGraph
+from coexec.executors.background import Compilation
+from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.symbolic import SharedShadow, lower
 
 
-def make_program(
-    graph: TraceGraph, captured: dict[Captured, torch.Tensor], executor: str
-) -> tuple[Program, str | None]:
-    """The program of a graph for an executor.
+def make_program(graph: TraceGraph, executor: str) -> tuple[Program, str | None]:
+    """The program of a graph for an executor; blocks that are not on disk are compiled now.
 
     Args:
         graph: what to execute.
-        captured: the captured tensors, as examples.
         executor: `aten`, `inductor` or `placed`.
 
     Returns:
@@ -36,11 +32,24 @@ def make_program(
         from coexec.executors.placed import place_blocks
 
         return place_blocks(lower(graph)), None
-    from coexec.executors.inductor import Unsupported, compile_blocks
+    from coexec.executors.inductor import compile_blocks
+    from coexec.executors.job import Unsupported
 
     try:
-        return compile_blocks(lower(graph, defer=False), captured), None
+        return compile_blocks(lower(graph, defer=False)), None
     except SharedShadow:
         return lower(graph), "external tensors that share memory are written"
     except Unsupported as e:
         return lower(graph), str(e)
+
+
+def compile_in_background(graph: TraceGraph) -> Compilation | None:
+    """Has another process compile the blocks of a graph; None if there is nothing that it could do."""
+    from coexec.executors.inductor import jobs
+    from coexec.executors.job import Unsupported
+
+    try:
+        missing = jobs(lower(graph, defer=False))
+    except (SharedShadow, Unsupported):
+        return None  # `make_program` says so
+    return Compilation(missing) if missing else None

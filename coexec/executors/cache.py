@@ -1,7 +1,7 @@
 """Compiled blocks on disk.
 
 In:  what determines a block: its graph, its inputs, versions, threads, the processor.
-Out: the path of its library, compiled at most once.
+Out: the path of its library.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coexec"
 
 
-def cached(description: str, compile_to: Callable[[str], None]) -> str:
-    """The library of a block, compiled by `compile_to(path)` if it is not there."""
+def path_of(description: str) -> Path:
+    """Where the library of a block belongs, on this machine and with these versions."""
     environment = (
         torch.__version__,
         torch.get_num_threads(),
@@ -34,11 +34,13 @@ def cached(description: str, compile_to: Callable[[str], None]) -> str:
         torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
     )
     name = hashlib.sha256(repr((environment, description)).encode()).hexdigest()[:32]
-    path = directory() / f"{name}.pt2"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            target = os.path.join(scratch, path.name)
-            compile_to(target)
-            os.replace(target, path)  # in one step, so that no process sees half a library
-    return str(path)
+    return directory() / f"{name}.pt2"
+
+
+def install(path: Path, compile_to: Callable[[str], None]) -> None:
+    """Puts the file that `compile_to(path)` writes at a path, in one step, so that none sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        target = os.path.join(scratch, path.name)
+        compile_to(target)
+        os.replace(target, path)

@@ -2,7 +2,7 @@
 
 In:  a program lowered without deferral (all writes go to copies).
 Out: the program with each block's instructions replaced by one `Compiled`; what is left are the
-     copies into external memory, which are the commit block.
+     copies into external memory, which are the commit block. Or the blocks that are not compiled yet.
 
 Inside of a block, feeds and fetches are operators. A token passed from each to the next keeps them in
 program order, which is what makes the two runners free of deadlock (Terra, figure 3.4).
@@ -10,7 +10,6 @@ program order, which is what makes the two runners free of deadlock (Terra, figu
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,10 +19,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from coexec._native import core
-from coexec._private import compile_ahead_of_time
-from coexec.executors.cache import cached
+from coexec.executors.job import TOKEN, InputMeta, Job, Unsupported, compiled, make_job
 from coexec.executors.scalars import REWRITES
-from coexec.tracegraph.graph import Captured
 from coexec.tracegraph.instructions import at_commit, reads, retargeted, writes
 from coexec.tracegraph.numbers import is_number
 from coexec.tracegraph.program import (
@@ -38,50 +35,80 @@ from coexec.tracegraph.program import (
 )
 from coexec.tracegraph.trace import TensorMeta
 
-log = logging.getLogger(__name__)
-
-
-class Unsupported(Exception):
-    """A block holds something that cannot be compiled; the message says what."""
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A basic block as an FX graph of ATen operations, with its registers."""
+    """A basic block as an FX graph of ATen operations, with its registers.
+
+    Attributes:
+        module: the graph.
+        sources: registers that it reads, after the token.
+        outs: registers that it computes.
+        operations: how many it has.
+        inputs: what the registers that it reads hold.
+    """
 
     module: GraphModule
     sources: tuple[int, ...]
     outs: tuple[int, ...]
+    operations: int
+    inputs: tuple[InputMeta, ...]
 
 
-def compile_blocks(program: Program, captured: dict[Captured, torch.Tensor]) -> Program:
-    """Compiles every block of a program.
+Part = Instruction | Block
+
+
+def compile_blocks(program: Program) -> Program:
+    """Compiles every block of a program that is not on disk.
 
     Raises:
         Unsupported: if the native GraphRunner is missing, or a block cannot be compiled.
     """
     if core is None:
         raise Unsupported("compiled blocks need the native GraphRunner, which was not built")
+    parts = _parts(program)
+    linked = {first: [_linked(part) for part in made] for first, made in parts.items()}
+    sizes = tuple(b.operations for b in _blocks(parts))
+    return replace(_spliced(program, linked), compiled=sizes, uncompiled=program.instructions)
+
+
+def jobs(program: Program) -> list[Job]:
+    """The blocks of a program that are not on disk.
+
+    Raises:
+        Unsupported: if a block cannot be compiled.
+    """
+    found = [job_of(block) for block in _blocks(_parts(program))]
+    return [job for job in found if not job.path.exists()]
+
+
+def _parts(program: Program) -> dict[int, list[Part]]:
+    """By its first instruction, what each block of the program becomes."""
     outside = _uses_outside(program)
     written = {r for i in program.instructions if at_commit(i) for r in reads(i)}
-    replaced: dict[int, list[Instruction]] = {}
-    sizes = []
+    parts: dict[int, list[Part]] = {}
     for first, end in program.blocks:
         instructions = program.instructions[first:end]
         stretches = _between_written_feeds([i for i in instructions if not at_commit(i)], written)
-        made: list[Instruction] = []
+        made: list[Part] = []
         for position, stretch in enumerate(stretches):
             if not _is_worth_compiling(stretch, written):
                 made += (replace(i, release=()) for i in stretch)
                 continue
             later = {r for s in stretches[position + 1 :] for i in s for r in reads(i)}
-            block = make_block(program, stretch, outside[first] | later)
-            library = core.Library(_library(block, program))
-            made.append(Compiled(library, block.sources, block.outs))
-            sizes.append(sum(isinstance(i, Call) for i in stretch))
-        replaced[first] = [*made, *(replace(i, release=()) for i in instructions if at_commit(i))]
-    spliced = _spliced(program, replaced)
-    return replace(spliced, compiled=tuple(sizes), uncompiled=program.instructions)
+            made.append(make_block(program, stretch, outside[first] | later))
+        parts[first] = [*made, *(replace(i, release=()) for i in instructions if at_commit(i))]
+    return parts
+
+
+def _blocks(parts: dict[int, list[Part]]) -> list[Block]:
+    return [part for made in parts.values() for part in made if isinstance(part, Block)]
+
+
+def _linked(part: Part) -> Instruction:
+    if not isinstance(part, Block):
+        return part
+    return Compiled(core.Library(str(compiled(job_of(part)))), part.sources, part.outs)
 
 
 def _between_written_feeds(body: list[Instruction], written: set[int]) -> list[list[Instruction]]:
@@ -149,7 +176,8 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
     outs = tuple(r for r in dict.fromkeys(defined) if r in needed and r in env)
     graph.output((token, *(env[r] for r in outs)))
     module = GraphModule(dict(constants), graph)
-    return Block(module, tuple(sources), outs)
+    inputs = (TOKEN, *(InputMeta.of(program.metas[r]) for r in sources))
+    return Block(module, tuple(sources), outs, sum(isinstance(i, Call) for i in body), inputs)
 
 
 def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node], encode: Any) -> None:
@@ -206,23 +234,9 @@ def _list_of_numbers(argument: Any, program: Program) -> bool:
     )
 
 
-def _library(block: Block, program: Program) -> str:
-    examples = [torch.zeros(1)]
-    for register in block.sources:
-        meta = program.metas[register]
-        examples.append(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device))
-    constants = {n: (t.dtype, t.tolist()) for n, t in block.module.named_buffers()}
-    inputs = [(tuple(e.shape), e.stride(), e.dtype, str(e.device)) for e in examples]
-    description = repr((block.module.code, constants, inputs))
-
-    def compile_to(path: str) -> None:
-        log.info("compiling a block of %d operations", len(block.module.graph.nodes))
-        try:
-            compile_ahead_of_time(block.module, tuple(examples), path)
-        except NotImplementedError as error:
-            raise Unsupported(str(error)) from error
-
-    return cached(description, compile_to)
+def job_of(block: Block) -> Job:
+    """What has to be compiled for a block."""
+    return make_job(block.module, block.inputs)
 
 
 def _uses_outside(program: Program) -> dict[int, set[int]]:

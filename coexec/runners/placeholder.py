@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._native import core
-from coexec._private import become, make_wrapper, name_node
+from coexec._private import OwnMode, become, make_wrapper, name_node
 from coexec.tracegraph import calls
 from coexec.tracegraph.trace import Produced, TensorMeta
 
@@ -56,7 +56,7 @@ def realize(placeholder: torch.Tensor, real: torch.Tensor) -> None:
     become(placeholder, real)
 
 
-class Guard(TorchDispatchMode):
+class Guard(OwnMode, TorchDispatchMode):
     """Sees operations that no function mode saw, and calls `give_up` before they touch a placeholder."""
 
     def __init__(

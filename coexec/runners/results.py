@@ -68,15 +68,18 @@ def _real(
 ) -> torch.Tensor:
     program = skeleton.program
     output = skeleton.graph.nodes[binding.event].outputs[binding.output]
-    rebased = program.rebased.get((binding.event, binding.output))
-    if rebased is None:
-        value = graph_runner.value(program.plans[binding.event].outputs[binding.output])
-    else:
-        base, meta = iteration.object_of(rebased[0]), output.meta
+    value = graph_runner.value(program.plans[binding.event].outputs[binding.output])
+    rebase = program.rebased.get((binding.event, binding.output))
+    if rebase is not None and (rebase.shadow is None or _share(value, graph_runner.value(rebase.shadow))):
+        base, meta = iteration.object_of(rebase.external), output.meta
         assert base is not None
-        shift = rebased[1]
-        if not program.compiled:  # an index may have been fed: the view of the shadow knows
-            shift = graph_runner.value(program.plans[binding.event].outputs[binding.output]).storage_offset()
+        # An index may have been fed: the view of the shadow knows.
+        shift = rebase.shift if program.compiled else value.storage_offset()
         offset = int(base.storage_offset()) + shift
         value = torch.as_strided(base.detach(), meta.shape, meta.stride, offset)
     return dressed(value, output.meta, output.history)
+
+
+def _share(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    """Whether two tensors are on the same memory; the second one was not made on every path."""
+    return b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata

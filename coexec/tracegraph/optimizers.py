@@ -25,7 +25,7 @@ import torch
 from coexec.tracegraph.numbers import TRANSFORMS, is_number, same_number, takes_numbers
 from coexec.tracegraph.trace import Number, Operation
 
-#: Step counters up to here are exact in float32, in which PyTorch keeps them.
+#: Step counters up to here are exact in float32.
 _EXACT_STEPS = 2.0**24
 
 
@@ -73,6 +73,15 @@ FUNCTIONALS = (
 
 #: Arguments under which an update reads other tensors' values, or is itself part of a graph.
 _NOT_PLAIN = ("capturable", "differentiable", "grad_scale", "found_inf", "has_sparse_grad")
+#: Arguments that may be None, for PyTorch to choose.
+_OPTIONAL = (*_NOT_PLAIN, "foreach", "fused")
+#: Integers that every part of PyTorch can hold.
+_INTEGERS = range(-(2**62), 2**62)
+
+#: The functional forms that PyTorch came with. What the user puts in their places is the user's.
+ORIGINALS: dict[Functional, Callable[..., None]] = {
+    f: getattr(importlib.import_module(f.module), f.name) for f in FUNCTIONALS
+}
 
 
 class Update:
@@ -82,52 +91,73 @@ class Update:
         trusted: False once an operation had a number that nothing explains.
     """
 
-    def __init__(self, functional: Functional, original: Callable[..., None]) -> None:
+    def __init__(self, functional: Functional) -> None:
         self.functional = functional
-        self.original = original
+        self.original = ORIGINALS[functional]
         self.trusted = True
         self.__name__ = self.__qualname__ = functional.name
         self.__module__ = functional.module
-        self._parameters = tuple(inspect.signature(original).parameters)
+        parameters = inspect.signature(self.original).parameters.values()
+        self._positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        self._names = frozenset(p.name for p in parameters)
+        self._required = frozenset(p.name for p in parameters if p.default is p.empty)
 
-    def __call__(self, derived: tuple[Number, ...], **arguments: Any) -> None:
+    def __call__(self, derived: tuple[Number, ...], pattern: str, **arguments: Any) -> None:
         """Does what the functional form does."""
         return self.original(**arguments)
 
-    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name."""
-        return dict(zip(self._parameters, args, strict=False)) | dict(kwargs)
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments of a call by name; None if it is not called as it has to be."""
+        named = dict(zip(self._positional, args, strict=False))
+        if len(args) > len(self._positional) or not named.keys().isdisjoint(kwargs):
+            return None
+        named |= kwargs
+        return named if self._required <= named.keys() <= self._names else None
 
     def applies(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call of the functional form can be one event."""
-        if not self.trusted or not arguments["params"]:
-            return False
-        if any(arguments.get(name) is not None and arguments[name] is not False for name in _NOT_PLAIN):
+        if not self.trusted or not self._is_plain(arguments):
             return False
         buffers = arguments.get("momentum_buffer_list")
         if buffers and arguments["momentum"] != 0 and any(b is None for b in buffers):
             return False  # it will make them
-        others = (v for k, v in arguments.items() if k not in self.functional.lists)
-        return all(v is None or v.__class__ in (bool, float, int) for v in others)
+        return self.functional.derived is None or _are_counters(arguments["state_steps"])
+
+    def _is_plain(self, arguments: Mapping[str, Any]) -> bool:
+        if any(arguments.get(name) is not None and arguments[name] is not False for name in _NOT_PLAIN):
+            return False
+        lists = [arguments[name] for name in self.functional.lists]
+        if not all(v.__class__ in (list, tuple) and len(v) in (0, len(lists[0])) for v in lists):
+            return False
+        others = ((k, v) for k, v in arguments.items() if k not in self.functional.lists)
+        return bool(lists[0]) and all(_is_plain(name, value) for name, value in others)
 
     def counters(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """The step counters that it will look at."""
         return [] if self.functional.derived is None else list(arguments["state_steps"])
 
-    def numbers(self, arguments: Mapping[str, Any], counts: Sequence[float]) -> tuple[Number, ...] | None:
-        """The numbers that it will compute when the counters have these values; None if that is not known."""
+    def numbers(
+        self, arguments: Mapping[str, Any], counts: Sequence[float]
+    ) -> tuple[tuple[Number, ...], str] | None:
+        """The numbers that it will compute when the counters have these values; None if that is not known.
+
+        With them, which counters are equal: equal ones have their numbers in common.
+        """
         derived = self.functional.derived
         if derived is None:
-            return ()
+            return (), ""
+        different = {count: position for position, count in enumerate(dict.fromkeys(counts))}
         numbers: list[Number] = []
-        for count in dict.fromkeys(counts):
-            if not 0 <= count < _EXACT_STEPS:
+        for count in different:
+            if not (0 <= count < _EXACT_STEPS and count.is_integer()):
                 return None
             try:
                 numbers += derived(arguments, count + 1)
             except ArithmeticError:
                 return None  # it will raise that itself
-        return tuple(numbers)
+        if any(n != n for n in numbers):
+            return None
+        return tuple(numbers), "" if len(different) == 1 else str([different[c] for c in counts])
 
     def split(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Calls that update one parameter each, or the one call where these might not do the same."""
@@ -142,16 +172,19 @@ class Update:
         ]
 
 
-_updates: dict[tuple[str, Callable[..., None]], Update] = {}
+def _is_plain(name: str, value: Any) -> bool:
+    if value is None:
+        return name in _OPTIONAL
+    return value.__class__ in (bool, float) or (value.__class__ is int and value in _INTEGERS)
 
 
-def update_of(functional: Functional) -> Update:
-    """The event function for what is the functional form now; the same one as long as that is the same."""
-    original = getattr(importlib.import_module(functional.module), functional.name)
-    key = (functional.name, original)
-    if key not in _updates:
-        _updates[key] = Update(functional, original)
-    return _updates[key]
+def _are_counters(counters: Sequence[Any]) -> bool:
+    """Whether these are different single numbers, of types in which steps are counted without error."""
+    with torch._C.DisableTorchFunction():
+        return len({id(c) for c in counters}) == len(counters) and all(
+            isinstance(c, torch.Tensor) and c.dtype in (torch.float32, torch.float64) and c.numel() == 1
+            for c in counters
+        )
 
 
 def counts_of(counters: list[torch.Tensor]) -> list[float]:

@@ -149,6 +149,22 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Rebase:
+    """An output that views an external tensor through its shadow.
+
+    Attributes:
+        external: the tensor.
+        shift: how many elements behind its beginning the view begins.
+        shadow: the register of the shadow, where only some paths make the output a view of it: it is one if
+            it has the shadow's memory. None where it always is one.
+    """
+
+    external: Captured | Fed
+    shift: int
+    shadow: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """Instructions, and what both runners have to know to meet.
 
@@ -157,8 +173,7 @@ class Program:
         plans: what to send at each node.
         edges: numbers to send when an edge of the TraceGraph is taken.
         copied: fetch slots whose memory is written later on, so that Python gets a copy.
-        rebased: outputs that view an external tensor through its shadow: (node, output) -> which
-            tensor, and how many elements behind its beginning.
+        rebased: outputs, (node, output), that view an external tensor through its shadow.
         shadowed: external tensors that are written before the commit, on a copy.
         written: external tensors whose memory the program writes.
         seen: fed tensors on whose memory Python gets results or arrays, so that no copy can be fed.
@@ -177,7 +192,7 @@ class Program:
     edges: dict[tuple[int, int], tuple[int, ...]]
     fetch_slots: int
     copied: frozenset[int]
-    rebased: dict[tuple[int, int], tuple[Captured | Fed, int]]
+    rebased: dict[tuple[int, int], Rebase]
     shadowed: frozenset[Captured | Fed]
     written: frozenset[Captured | Fed]
     seen: frozenset[Fed]

@@ -40,6 +40,7 @@ from coexec.tracegraph.program import (
     Move,
     NodePlan,
     Program,
+    Rebase,
     Reg,
     Switch,
     When,
@@ -97,7 +98,9 @@ class _Lowering:
     random: bool = False
 
     def run(self) -> Program:
-        self.union = nx.utils.UnionFind()
+        self.union = nx.utils.UnionFind()  # what may share memory
+        self.views = nx.utils.UnionFind()  # what does, whichever alternatives are taken
+        self.shadow: dict[int, int] = {}  # of the register of an external tensor: that of its copy
         for group in self.graph.shared:
             self.union.union(*group)
         self.needed = {
@@ -213,7 +216,7 @@ class _Lowering:
                 self._feed(Fed(node.id, argument), node.location)
             registers = [self._source(s) for s in alternative.sources]
             for out, register in zip(merged, registers, strict=True):
-                self._same_memory(out, register)
+                self.union.union(("r", out), ("r", register))
             move = Move(tuple(merged), tuple(registers))
             self.emitted.append(_Emitted(move, frozenset(registers), frozenset(merged)))
             jumps.append(len(self.emitted))
@@ -292,6 +295,7 @@ class _Lowering:
 
     def _same_memory(self, a: int, b: int) -> None:
         self.union.union(("r", a), ("r", b))
+        self.views.union(("r", a), ("r", b))
 
     def _class(self, register: int) -> Any:
         return self.union[("r", register)]
@@ -350,6 +354,7 @@ class _Lowering:
         instructions = self._with_shadows(shadowed, hoisted)
         instructions.append(Commit())
         rebased = self._rebased(shadowed if self.defer else set(self.externals))
+        kept |= {r.shadow for r in rebased.values() if r.shadow is not None}
         plans = tuple(
             self.plans.get(n.id, NodePlan(None, (), frozenset(), (), (), ())) for n in self.graph.nodes
         )
@@ -409,9 +414,9 @@ class _Lowering:
             late_feeds = frozenset(a for a in feeds if self.values[Fed(node, a)] in late)
             self.plans[node] = replace(plan, numbers=numbers, late=late_feeds)
 
-    def _rebased(self, externals: set[Captured | Fed]) -> dict[tuple[int, int], tuple[Captured | Fed, int]]:
-        """Kept outputs that view one of these external tensors."""
-        rebased: dict[tuple[int, int], tuple[Captured | Fed, int]] = {}
+    def _rebased(self, externals: set[Captured | Fed]) -> dict[tuple[int, int], Rebase]:
+        """Kept outputs that view one of these external tensors, or may do so."""
+        rebased: dict[tuple[int, int], Rebase] = {}
         for node, plan in self.plans.items():
             for output, register in enumerate(plan.outputs):
                 meta = self.graph.nodes[node].outputs[output].meta
@@ -423,8 +428,16 @@ class _Lowering:
                 if viewed and meta.dtype != self.metas[viewed[0]].dtype:
                     raise SharedShadow
                 if viewed:
-                    rebased[node, output] = viewed[0], meta.offset - self.metas[viewed[0]].offset
+                    rebased[node, output] = self._rebase(register, meta, viewed[0])
         return rebased
+
+    def _rebase(self, register: int, meta: TensorMeta, external: Captured | Fed) -> Rebase:
+        bound = self.externals[external]
+        always = self.views["r", register] == self.views["r", bound]
+        if not always and bound not in self.shadow:
+            raise SharedShadow  # nothing to tell by which it is
+        shift = meta.offset - self.metas[external].offset
+        return Rebase(external, shift, None if always else self.shadow[bound])
 
     def _seen(self, kept: set[int]) -> frozenset[Fed]:
         """Fed tensors whose memory is that of results, or of arrays, that Python gets."""
@@ -479,7 +492,7 @@ class _Lowering:
 
     def _with_shadows(self, shadowed: set[Captured | Fed], hoisted: list[int]) -> list[Instruction]:
         """Replaces shadowed external tensors by copies, made where they are bound; hoists."""
-        shadow = {
+        self.shadow = shadow = {
             self.externals[ref]: self._register(self.register_metas[self.externals[ref]]) for ref in shadowed
         }
         rows = [renamed(e.instruction, shadow) for e in self.emitted]

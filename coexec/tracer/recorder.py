@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._private import (
     ENGINE_CODE,
+    OwnMode,
     WithoutModes,
     is_exposed,
     is_transformed,
@@ -101,7 +102,7 @@ class _OpenEvent:
     read: set[int] = field(default_factory=set)  # memory that operations had as an argument
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OwnMode, TorchDispatchMode):
     """Records one iteration. Enter it for the time of the block; `event` runs each torch call."""
 
     def __init__(self, identities: Identities, own_modes: int = 1) -> None:

@@ -29,6 +29,7 @@ def leave_all_modes():
         torch.utils._python_dispatch._pop_mode()
     if block_watch._callbacks:
         block_watch._callbacks.clear()
+        block_watch._optimizing.clear()
         block_watch._uninstall()
     tape._active.depth = 0
 
@@ -38,12 +39,13 @@ WATCHDOG_S = 600
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh(monkeypatch):
     """Each test starts without programs, on one thread, ends, and leaves global settings as they were."""
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
     coexec.reset()
+    monkeypatch.setattr(coexec.options, "background", False)  # each test says what runs its graph
     yield
     coexec.reset()
     leave_all_modes()

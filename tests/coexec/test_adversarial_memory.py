@@ -506,3 +506,55 @@ def test_a_result_on_the_memory_of_an_input_is_on_that_memory(shared, result, sy
         return loss
 
     compare(make, step, 12, synchronous=synchronous)
+
+
+# --- results that are a view of something outside on some paths only ---------------------------------
+
+
+def test_gradients_that_are_added_up_now_and_then():
+    def step(s, k, tape):
+        with tape():
+            if k % 4 != 3:
+                s.optimizer.zero_grad()
+            s.model(torch.randn(5, 4)).square().mean().backward()
+            s.optimizer.step()
+
+    compare(linear, step, 20)
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_that_are_sometimes_assigned(to_none):
+    def step(s, k, tape):
+        with tape():
+            if s.w.grad is not None:
+                s.w.grad = None if to_none else s.w.grad.zero_()
+            (s.w * torch.randn(4)).sum().backward()
+            if k % 3 == 2:
+                s.w.grad = torch.ones(4) * 3
+            torch.optim.sgd.sgd(
+                [s.w.detach()],
+                [s.w.grad],
+                [],
+                weight_decay=0.0,
+                momentum=0.0,
+                lr=0.1,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+
+    compare(weights("w", size=4), step, 20)
+
+
+def test_momentum_buffers_that_are_sometimes_made_anew():
+    def step(s, k, tape):
+        with tape():
+            if k % 3 == 2:
+                s.optimizer.state.clear()
+            s.optimizer.zero_grad()
+            s.model(torch.randn(5, 4)).square().mean().backward()
+            s.optimizer.step()
+            if k % 2:
+                s.optimizer.step()
+
+    compare(linear, step, 24)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import itertools
 from collections import Counter
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch import optim
 
-from coexec.tracegraph import optimizers
-from coexec.tracegraph.optimizers import FUNCTIONALS, update_of
+import coexec
+from coexec.tracegraph.optimizers import FUNCTIONALS, ORIGINALS, Update
 from tests.coexec.harness import coexecuted, compare, train
 
 ONE_EVENT = {
@@ -179,38 +180,204 @@ def test_an_optimizer_of_complex_parameters():
 
 
 def test_a_number_that_nothing_explains_ends_the_trust_in_a_functional_form(monkeypatch):
-    [adam] = [f for f in FUNCTIONALS if f.name == "adam"]
-    update = update_of(adam)
-    wrong = optimizers.Functional(adam.module, adam.name, adam.lists, lambda a, step: (0.25, 0.75, 0.125))
-    monkeypatch.setattr(update, "functional", wrong)
-    monkeypatch.setattr(update, "trusted", True)
+    numbers = Update.numbers
+
+    def wrong(self, arguments, counts):
+        return (0.25, 0.75), numbers(self, arguments, counts)[1]
+
+    monkeypatch.setattr(Update, "numbers", wrong)
 
     report = compare(regression(ONE_EVENT["Adam"][1]), step, 12)
 
-    assert not update.trusted
-    assert report.causes[0].id == "CX0106"
+    assert [c.id for c in report.causes] == ["CX0106"]
     assert coexecuted(report, 5)
     assert "adam" not in events(report)
 
 
 @pytest.mark.parametrize("functional", FUNCTIONALS, ids=lambda f: f.name)
 def test_functional_forms_have_the_parameters_that_are_relied_on(functional):
-    update = update_of(functional)
-    given = update.named([], {})
+    update = Update(functional)
 
-    parameters = set(update._parameters)
-    assert set(functional.lists) < parameters
-    assert given == {}
-    assert getattr(importlib.import_module(functional.module), functional.name) is update.original
+    assert set(functional.lists) < update._required
+    assert set(functional.lists) < set(update._positional)
+    assert ("state_steps" in functional.lists) >= (functional.derived is not None)
 
 
 def test_a_block_leaves_the_functional_forms_as_they_were():
-    [sgd] = [f for f in FUNCTIONALS if f.name == "sgd"]
-    before = importlib.import_module(sgd.module).sgd
-
     compare(regression(ONE_EVENT["SGD"][1]), step, 4)
 
-    assert importlib.import_module(sgd.module).sgd is before
+    for functional, original in ORIGINALS.items():
+        assert getattr(importlib.import_module(functional.module), functional.name) is original
+
+
+# --- counters -------------------------------------------------------------------------------------
+
+
+def with_counters(change, optimizer="Adam"):
+    """A step before which `change(k, states)` may do something to the optimizer's state."""
+
+    def changed(s, k, tape):
+        change(k, list(s.optimizer.state.values()))
+        step(s, k, tape)
+
+    return regression(ONE_EVENT[optimizer][1]), changed
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Adam foreach", "Adagrad"])
+def test_counters_may_become_equal_to_others(optimizer):
+    def change(k, states):
+        if k == 2:
+            states[2]["step"].fill_(40.0)
+        if k == 10:
+            states[1]["step"].copy_(states[2]["step"])
+
+    compare(*with_counters(change, optimizer), 16)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(0.1),
+        torch.tensor(246.0, dtype=torch.bfloat16),
+        torch.tensor(246, dtype=torch.uint8),
+        torch.tensor(2.0**24 - 3),
+        torch.tensor(float("inf")),
+        torch.tensor([3.0]),
+        torch.tensor(7.0, dtype=torch.float64),
+    ],
+    ids=str,
+)
+def test_counters_of_any_kind_give_the_numbers_of_eager(value):
+    def change(k, states):
+        if k in (2, 9):
+            for state in states:
+                state["step"] = value.clone()
+
+    compare(*with_counters(change), 22)
+
+
+def test_parameters_that_share_a_counter():
+    def change(k, states):
+        if k == 3:
+            states[1]["step"] = states[0]["step"]
+
+    compare(*with_counters(change), 10)
+
+
+# --- what the user does to the functional forms ------------------------------------------------------
+
+
+class Halved(torch.overrides.TorchFunctionMode):
+    """Halves the updates of Adam."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.addcdiv_:
+            kwargs["value"] *= 0.5
+        return function(*args, **kwargs)
+
+
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operations[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Halved, Counted])
+def test_modes_of_the_user_see_the_calls_that_they_would_see(mode):
+    def watched(s, k, tape):
+        x = torch.randn(6, 4)
+        with tape():
+            s.optimizer.zero_grad()
+            s.model(x).square().mean().backward()
+            with mode() as entered:
+                s.optimizer.step()
+        print(getattr(entered, "operations", ""))
+
+    compare(regression(ONE_EVENT["Adam"][1]), watched, 8)
+
+
+def test_a_functional_form_that_the_user_has_replaced_is_the_users(monkeypatch):
+    calls = []
+    module = importlib.import_module("torch.optim.adam")
+    real = module.adam
+
+    def mine(*args, **kwargs):
+        calls.append(len(args))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "adam", mine)
+
+    compare(regression(ONE_EVENT["Adam"][1]), step, 6)
+
+    assert len(calls) == 12
+    assert module.adam is mine
+
+
+def test_a_functional_form_that_the_user_replaces_in_the_block_stays_replaced(monkeypatch):
+    module = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(module, "adam", module.adam)  # to be put back
+    mine = functools.partial(module.adam)
+
+    def replaced(s, k, tape):
+        with tape():
+            module.adam = mine
+
+    compare(regression(ONE_EVENT["Adam"][1]), replaced, 1)
+
+    assert module.adam is mine
+
+
+def test_a_stand_in_that_the_user_has_kept_is_the_functional_form(monkeypatch):
+    module = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(module, "adam", module.adam)  # to be put back
+    with coexec.GradientTape():
+        module.adam = module.adam
+
+    compare(regression(ONE_EVENT["Adam"][1]), step, 8)
+
+
+def called(function, *args, **kwargs):
+    def direct(s, k, tape):
+        with tape():
+            s.optimizer.zero_grad()
+            s.model(torch.randn(6, 4)).square().mean().backward()
+            with torch.no_grad():
+                parameters = list(s.model.parameters())
+                function(parameters, [p.grad for p in parameters], *args, **kwargs)
+
+    return direct
+
+
+KEYWORDS = {"weight_decay": 0.0, "lr": 0.1, "nesterov": False, "maximize": False}
+DIRECT = {
+    "nothing": lambda p, g: optim.sgd.sgd(),
+    "a keyword is missing": lambda p, g: optim.sgd.sgd(p, g, [], dampening=0.0, **KEYWORDS),
+    "keywords by position": lambda p, g: optim.sgd.sgd(
+        p, g, [], False, None, None, None, None, 0, 0, 0.1, 0, 0, 0
+    ),
+    "given twice": lambda p, g: optim.sgd.sgd(p, g, [], params=p, momentum=0.0, dampening=0.0, **KEYWORDS),
+    "unknown": lambda p, g: optim.sgd.sgd(p, g, [], momentum=0.0, dampening=0.0, magic=1, **KEYWORDS),
+    "no rate": lambda p, g: optim.sgd.sgd(p, g, [], momentum=0.0, dampening=0.0, **{**KEYWORDS, "lr": None}),
+    "tuples": lambda p, g: optim.sgd.sgd(tuple(p), tuple(g), [], momentum=0.0, dampening=0.0, **KEYWORDS),
+    "a generator": lambda p, g: optim.sgd.sgd(
+        (x for x in p), g, [], foreach=False, fused=False, momentum=0.0, dampening=0.0, **KEYWORDS
+    ),
+    "too few": lambda p, g: optim.sgd.sgd(p, g[:1], [], momentum=0.0, dampening=0.0, **KEYWORDS),
+    "none": lambda p, g: optim.sgd.sgd([], [], [], momentum=0.0, dampening=0.0, **KEYWORDS),
+    "a large integer": lambda p, g: optim.sgd.sgd(p, g, [], momentum=0.0, dampening=10**400, **KEYWORDS),
+}
+
+
+@pytest.mark.parametrize("how", DIRECT)
+def test_direct_calls_do_and_raise_what_eager_does(how):
+    compare(regression(ONE_EVENT["SGD"][1]), called(DIRECT[how]), 6)
 
 
 def test_what_follows_the_first_update_may_follow_later_ones():
