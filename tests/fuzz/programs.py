@@ -204,10 +204,13 @@ def _train(w):
         ["usual", "usual", "late zero", "gradient", "accumulate", "twice", "closure", "skip", "penalty"]
     )
     if way == "usual":
-        w.emit(f"state.optimizer.zero_grad(set_to_none={w.choose([True, False])})")
+        when = w.choose(["", "", "if k % 3 != 2: ", "if k % 2: "])
+        w.emit(f"{when}state.optimizer.zero_grad(set_to_none={w.choose([True, False])})")
         w.emit("loss.backward()")
         _with_gradients(w)
         w.emit("state.optimizer.step()")
+        if w.chance(15):
+            w.emit("if k % 2: state.optimizer.step()")
     elif way == "late zero":
         w.emit("loss.backward()")
         w.emit("state.optimizer.step()")
@@ -264,6 +267,10 @@ def _with_gradients(w):
                     "state.log.append([p.grad.norm().item() for p in parameters if p.grad is not None])",
                     "for p in parameters: p.grad = None if p.grad is None else p.grad * 0.5",
                     "state.last = None if state.weight.grad is None else state.weight.grad.mean()",
+                    "if k % 3 == 2: state.weight.grad = torch.ones_like(state.weight) * 0.5",
+                    "for p in parameters: p.grad = torch.full_like(p, 0.1) if k % 4 == 3 else p.grad",
+                    "if k % 3 == 2: state.optimizer.state.clear()",
+                    "[s['step'].mul_(2) for s in state.optimizer.state.values() if 'step' in s and k == 4]",
                 ]
             )
         )
