@@ -6,10 +6,12 @@ Out: an `Explanation` whose text a person reads and whose fields a program does.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import CodeType
 
 from coexec.location import describe, sites
 from coexec.program_state import Phase, ProgramState
@@ -155,6 +157,9 @@ class Explanation:
         return "\n".join(map(str, self.programs)) or "no tape has been used"
 
 
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
 def explain() -> Explanation:
     """What happened to each program: phases, traces, fallbacks and why, the graph, the times.
 
@@ -197,7 +202,12 @@ def report(state: ProgramState) -> ProgramReport:
 
 def graph_loops(graph: TraceGraph, state: ProgramState) -> dict[int, tuple[Loop, ...]]:
     """The loops around each node of a program's graph."""
-    return {n.id: loops_around(reversed(sites(n.location)), state.entry) for n in graph.nodes}
+    return {n.id: loops_around(reversed(_of_others(sites(n.location))), state.entry) for n in graph.nodes}
+
+
+def _of_others(found: list[tuple[CodeType, int]]) -> list[tuple[CodeType, int]]:
+    """Call sites without those in coexec's own code."""
+    return [site for site in found if not site[0].co_filename.startswith(_OWN_FOLDER)]
 
 
 def _blocks(program: Program) -> tuple[Block, ...]:

@@ -213,3 +213,7 @@ def _numbers_in(argument: Any) -> list[Number]:
     if isinstance(argument, tuple):
         return [n for a in argument for n in _numbers_in(a)]
     return [argument] if is_number(argument) else []
+
+
+for _function in (counts_of, updated):
+    _function.__module__ = "torch.optim"  # where a reader of a TraceGraph expects them

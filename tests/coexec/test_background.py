@@ -18,7 +18,12 @@ from coexec.executors import background
 from coexec.executors.background import Compilation
 from coexec.executors.job import TOKEN, make_job
 
-pytestmark = pytest.mark.skipif(core is None, reason="compiled blocks need the native module")
+pytestmark = [
+    pytest.mark.skipif(core is None, reason="compiled blocks need the native module"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 LIMIT_S = 240.0
 slow = pytest.mark.slow
@@ -122,9 +127,9 @@ def test_a_job_is_compiled_by_the_other_process():
 @slow
 def test_why_a_block_cannot_be_compiled_is_told(monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
-        "import coexec._private as p\n"
+        "import coexec.executors.job as job\n"
         "def fails(*a): raise NotImplementedError('TorchInductor fails: no such kernel')\n"
-        "p.compile_ahead_of_time = fails\n"
+        "job.compile_ahead_of_time = fails\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     s = make()

@@ -62,6 +62,8 @@ def test_a_step_of_an_optimizer_is_one_event(name):
     assert coexecuted(report, 5)
     assert report.fallbacks == 0, report.summary()
     assert events(report)[functional] == 1
+    assert f"= optim.{functional}.{functional}(" in report.graph_text
+    assert "loop make" not in report.graph_text
     assert not {"lerp_", "addcdiv_", "addcmul_", "sqrt", "item"} & set(events(report))
 
 
