@@ -1,5 +1,6 @@
 // Python bindings, and the operators through which a compiled block feeds and fetches.
 #include "entry.h"
+#include "kernel_threads.h"
 #include "location.h"
 #include "queue.h"
 #include "runner.h"
@@ -84,6 +85,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("record_spans", [](Runner& r, bool on) { r.spans().record(on); })
       .def("take_spans", [](Runner& r) { return r.spans().take(); })
       .def("value", [](Runner& r, int64_t reg) { return torch::jit::toPyObject(r.value(reg)); });
+  m.def("release_kernel_threads", &coexec::release_kernel_threads);
   coexec::bind_location(m);
   coexec::bind_entry(m);
   coexec::bind_walker(m);

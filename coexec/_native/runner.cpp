@@ -1,5 +1,6 @@
 #include "runner.h"
 
+#include "kernel_threads.h"
 #include "waiting.h"
 
 #include <ATen/Context.h>
@@ -77,6 +78,7 @@ Runner::~Runner() {
 }
 
 void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> captured, bool start) {
+  release_kernel_threads();  // this thread will wait, not compute
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(state_ == State::Idle, "an iteration is still running on this GraphRunner");
   program_ = std::move(program);

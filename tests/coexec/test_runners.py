@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import MISSING, fields
 
 import pytest
@@ -279,3 +281,24 @@ def test_two_runs_of_a_program_observe_the_same():
         coexec.reset()
         observed.append([(o.printed, o.random) for o in run(nothing, step, 6, coexec.GradientTape)])
     assert observed[0] == observed[1]
+
+
+@pytest.mark.skipif(core is None, reason="the native core is not built")
+def test_the_kernel_threads_of_the_thread_that_waits_can_be_released():
+    script = (
+        "import os, torch\n"
+        "from coexec._native import core\n"
+        "torch.set_num_threads(3)\n"
+        "threads = lambda: len(os.listdir('/proc/self/task'))\n"
+        "a = torch.randn(1 << 20)\n"
+        "before = threads()\n"
+        "first = a.exp()\n"
+        "working = threads()\n"
+        "core.release_kernel_threads()\n"
+        "released = threads()\n"
+        "assert torch.equal(first, a.exp())\n"
+        "print(working - before, working - released, threads() - released)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["2", "2", "2"], done.stdout + done.stderr
