@@ -25,6 +25,7 @@ from coexec.dynamic.table import Table
 from coexec.executors import compile_in_background, make_program
 from coexec.executors.background import Compilation
 from coexec.options import Options
+from coexec.pace import Pace
 from coexec.reasons import Cause, cause
 from coexec.runners.graph_runner import GraphRunner, make_graph_runner
 from coexec.runners.skeleton import Skeleton, make_skeleton
@@ -81,6 +82,7 @@ class ProgramState:
     phase: Phase = Phase.TRACING
     identities: Identities = field(default_factory=Identities)
     updates: Updates = field(default_factory=Updates)
+    pace: Pace = field(default_factory=Pace)
     traces: list[Trace] = field(default_factory=list)
     graph: TraceGraph | None = None
     skeleton: Skeleton | None = None
@@ -217,10 +219,19 @@ class ProgramState:
 
     def ran_dynamically(self, sent: int, waits: Counter[tuple[str, str]], seconds: float) -> None:
         """Takes in an iteration of the dynamic phase, and how long it took."""
-        self._dynamic_s += seconds
         self.sent += sent
         self.waits += waits
+        self._ran_without_a_graph(seconds, eager=False)
+
+    def ran_eagerly(self, seconds: float) -> None:
+        """Takes in an iteration of the dynamic phase that ran eagerly."""
+        self._ran_without_a_graph(seconds, eager=True)
+
+    def _ran_without_a_graph(self, seconds: float, *, eager: bool) -> None:
+        self._dynamic_s += seconds
         self._until_retry -= 1
+        if self.pace.took(seconds, eager=eager):
+            self.note(cause("CX0120", "as measured by turns", self.key))
 
     def note(self, why: Cause) -> None:
         """Remembers a cause for `explain`."""

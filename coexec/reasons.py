@@ -114,6 +114,11 @@ REASONS = _registry(
     Reason("CX0118", "random state was changed between torch calls", "Seed outside of the block."),
     Reason("CX0119", "the tape was used on several threads", "Use one tape a thread, with a key of its own."),
     Reason(
+        "CX0120",
+        "call by call the program is slower than in eager execution",
+        "Nothing to do: it runs eagerly, and both are measured again now and then.",
+    ),
+    Reason(
         "CX0201", "a block runs by the aten executor", "Results are right; only the compiler is not used."
     ),
 )

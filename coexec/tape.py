@@ -170,6 +170,8 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
         return None
     state.running = True
     if state.phase is Phase.DYNAMIC and not state.tries_tracing():
+        if state.pace.next_is_eager() and not torch.cuda.is_initialized():  # a GPU's time is not Python's
+            return _EagerSession(state)
         return _DynamicSession(state, options)
     if state.phase is Phase.COEXECUTION:
         state.take_compiled()
@@ -233,6 +235,21 @@ class _TracingSession(_Session):
             self.recorder.fail("CX0002", type(error).__name__)
         trace = self.recorder.finish()
         self.state.traced(trace, self.recorder.cause)
+
+
+class _EagerSession(_Session):
+    """An iteration of the dynamic phase that runs eagerly, because that is faster or to see whether it is."""
+
+    phase = Phase.EAGER.value
+
+    def __init__(self, state: ProgramState) -> None:
+        super().__init__(state)
+        self._began = time.perf_counter()
+
+    def end(self, error: BaseException | None) -> None:
+        self.state.running = False
+        self.state.steps["eager"] += 1
+        self.state.ran_eagerly(time.perf_counter() - self._began)
 
 
 class _DynamicSession(_Session):

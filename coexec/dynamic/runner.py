@@ -163,9 +163,8 @@ class DynamicRunner(TorchFunctionMode):
     def _fetch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that looks at the values of its first argument and gives Python no tensors."""
         tensor = args[0] if args else None
-        if not isinstance(tensor, torch.Tensor) or any(
-            t is not tensor for t in calls.tensors_in((args, kwargs))
-        ):
+        others = list(calls.tensors_in((args[1:], kwargs)))
+        if not isinstance(tensor, torch.Tensor) or others:
             return self._eagerly(function, args, kwargs, "it looks at values")
         symbol = self._sender.is_symbol(tensor)
         if not symbol and not _is_plain(tensor):

@@ -78,6 +78,7 @@ def dynamic(monkeypatch):
     monkeypatch.setattr("coexec.dynamic.table.SMALL", 0)
     monkeypatch.setattr("coexec.program_state.PATIENCE", 1)
     monkeypatch.setattr("coexec.program_state.FIRST_RETRY", 1 << 20)
+    monkeypatch.setattr("coexec.pace.TIMED", 1 << 20)
 
 
 def compare_call_by_call(*arguments, **options):

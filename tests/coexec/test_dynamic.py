@@ -54,6 +54,21 @@ def test_a_call_with_one_tensor_twice_is_not_the_call_with_two(ran):
     ran(nothing, step, 12)
 
 
+@pytest.mark.parametrize(
+    "compare_tensors",
+    [torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose, torch.Tensor.__contains__],
+)
+def test_a_tensor_is_compared_with_itself(ran, compare_tensors):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            y = s.model(x).tanh()
+            s.log.append(compare_tensors(y, y))
+            s.log.append(compare_tensors(y, y.exp()))
+
+    ran(linear, step, 8)
+
+
 def test_two_tensors_on_the_same_memory_are_told_apart(ran):
     def step(s, k, tape):
         with tape():
