@@ -127,7 +127,7 @@ void Queue::loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     if (items_.empty() || !started_) {
       sleeping_ = true;
-      to_queue_.wait(lock, [this] { return stop_ || (!items_.empty() && started_); });
+      wait_idly(to_queue_, lock, [this] { return stop_ || (!items_.empty() && started_); });
       sleeping_ = false;
     }
     if (stop_) return;

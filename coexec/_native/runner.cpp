@@ -215,7 +215,7 @@ void Runner::loop() {
   while (true) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      to_graph_.wait(lock, [this] { return stop_ || state_ == State::Running; });
+      wait_idly(to_graph_, lock, [this] { return stop_ || state_ == State::Running; });
       if (stop_) return;
     }
     thread_state_.apply();

@@ -1,6 +1,8 @@
 // How the threads of the runners wait for each other.
 #pragma once
 
+#include "kernel_threads.h"
+
 #include <pybind11/pybind11.h>
 
 #include <chrono>
@@ -14,6 +16,16 @@ constexpr std::chrono::microseconds kSpin{100};
 
 inline double seconds_since(std::chrono::steady_clock::time_point t) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count();
+}
+
+// A runner's thread waits for work; after a while without any, others have the processors to themselves.
+template <typename Condition>
+void wait_idly(std::condition_variable& changed, std::unique_lock<std::mutex>& lock, Condition condition) {
+  if (changed.wait_for(lock, std::chrono::milliseconds(50), condition)) return;
+  lock.unlock();
+  release_kernel_threads();
+  lock.lock();
+  changed.wait(lock, condition);
 }
 
 // Python's side: waits, without the GIL, until a condition holds; signals (Ctrl-C) are raised.
