@@ -45,8 +45,7 @@ Callback = Callable[[Watched, str, tuple[Any, ...]], contextlib.AbstractContextM
 Optimizing = Callable[[Functional, tuple[Any, ...], dict[str, Any]], None]
 
 _lock = threading.Lock()
-_optimizing: dict[int, Optimizing] = {}  # by thread
-_callbacks: dict[int, Callback] = {}  # by thread
+_watches: dict[int, BlockWatch] = {}  # by thread
 _saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is there
 _ABSENT = object()
 _RANDOM: Any = torch.random  # its functions find the generator in this module
@@ -62,33 +61,30 @@ class BlockWatch:
     """
 
     def __init__(self, called: Callback, optimizing: Optimizing | None = None) -> None:
-        self._called = called
-        self._optimizing = optimizing
+        self.called = called
+        self.optimizing = optimizing
 
     def __enter__(self) -> BlockWatch:
         with _lock:
-            if not _callbacks:
+            if not _watches:
                 _install()
-            _callbacks[threading.get_ident()] = self._called
-            if self._optimizing is not None:
-                _optimizing[threading.get_ident()] = self._optimizing
+            _watches[threading.get_ident()] = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _lock:
-            _callbacks.pop(threading.get_ident(), None)
-            _optimizing.pop(threading.get_ident(), None)
-            if not _callbacks:
+            _watches.pop(threading.get_ident(), None)
+            if not _watches:
                 _uninstall()
 
 
 def _report(
     kind: Watched, name: str, arguments: tuple[Any, ...] = ()
 ) -> contextlib.AbstractContextManager[None]:
-    callback = _callbacks.get(threading.get_ident())
-    return contextlib.nullcontext() if callback is None else callback(kind, name, arguments)
+    watch = _watches.get(threading.get_ident())
+    return contextlib.nullcontext() if watch is None else watch.called(kind, name, arguments)
 
 
 class _Generator:
@@ -132,8 +128,10 @@ def _watched_entry(begin: Any) -> Any:
 def _watched_update(functional: Functional, original: Any) -> Any:
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        make = _optimizing.get(threading.get_ident())
-        return original(*args, **kwargs) if make is None else make(functional, args, kwargs)
+        watch = _watches.get(threading.get_ident())
+        if watch is None or watch.optimizing is None:
+            return original(*args, **kwargs)
+        return watch.optimizing(functional, args, kwargs)
 
     return watched
 

@@ -130,7 +130,7 @@ class Update:
         if not all(v.__class__ in (list, tuple) and len(v) in (0, len(lists[0])) for v in lists):
             return False
         others = ((k, v) for k, v in arguments.items() if k not in self.functional.lists)
-        return bool(lists[0]) and all(_is_plain(name, value) for name, value in others)
+        return bool(lists[0]) and all(_is_plain_value(name, value) for name, value in others)
 
     def counters(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """The step counters that it will look at."""
@@ -172,7 +172,7 @@ class Update:
         ]
 
 
-def _is_plain(name: str, value: Any) -> bool:
+def _is_plain_value(name: str, value: Any) -> bool:
     if value is None:
         return name in _OPTIONAL
     return value.__class__ in (bool, float) or (value.__class__ is int and value in _INTEGERS)

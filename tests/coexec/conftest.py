@@ -27,9 +27,8 @@ def leave_all_modes():
         torch.overrides._pop_mode()
     while torch.utils._python_dispatch._get_current_dispatch_mode_stack():
         torch.utils._python_dispatch._pop_mode()
-    if block_watch._callbacks:
-        block_watch._callbacks.clear()
-        block_watch._optimizing.clear()
+    if block_watch._watches:
+        block_watch._watches.clear()
         block_watch._uninstall()
     tape._active.depth = 0
 
