@@ -366,7 +366,7 @@ class _CoexecutionSession(_Session):
             if error is not None:
                 self._recorder.fail("CX0002", type(error).__name__)
             self._fell_back()
-        elif self._may_go_on():
+        elif self._may_go_on() and self.state.graph_runner.wait_for_draws():
             pending = Pending(self.state.graph_runner.join, self._finish)
             pending.guard([*self.runner.bound(), *self.runner.held()])
         else:

@@ -78,6 +78,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("commit", &Runner::commit)
       .def("wait", &Runner::wait)
       .def("join", &Runner::join)
+      .def("wait_for_draws", &Runner::wait_for_draws)
       .def("cancel", &Runner::cancel)
       .def("committing", &Runner::committing)
       .def("finish", &Runner::finish)

@@ -104,6 +104,7 @@ Instruction parse_instruction(const py::dict& d) {
   out.shapes = d["shapes"].cast<std::vector<std::optional<std::vector<int64_t>>>>();
   out.slot = d["slot"].cast<int64_t>();
   out.copy = d["copy"].cast<bool>();
+  out.draws = d["draws"].cast<bool>();
   out.targets = d["targets"].cast<std::vector<int64_t>>();
   out.release = d["release"].cast<std::vector<int64_t>>();
   out.where = d["where"].cast<std::string>();
@@ -133,6 +134,10 @@ std::shared_ptr<Program> make_program(
   program->captured = std::move(captured);
   program->instructions.reserve(instructions.size());
   for (const auto& d : instructions) program->instructions.push_back(parse_instruction(d.cast<py::dict>()));
+  for (size_t pc = 0; pc < program->instructions.size(); ++pc) {
+    const Instruction& instruction = program->instructions[pc];
+    if (instruction.draws) program->draws_until = instruction.when == When::Now ? pc + 1 : program->instructions.size();
+  }
   return program;
 }
 

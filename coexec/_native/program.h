@@ -44,6 +44,7 @@ struct Instruction {
   std::vector<int64_t> ins;              // Fetch, Move, Compiled
   int64_t slot = 0;                      // Fetch
   bool copy = false;                     // Fetch: the memory is written later on
+  bool draws = false;                    // Call, Compiled: random numbers
   std::vector<int64_t> targets;          // Switch, Jump: instruction indices
   std::shared_ptr<torch::inductor::AOTIModelPackageLoader> library;  // Compiled
   std::vector<int64_t> release;          // registers that nobody reads afterwards
@@ -55,6 +56,7 @@ struct Program {
   int64_t fetch_slots = 0;
   std::vector<int64_t> captured;  // registers bound when an iteration begins
   std::vector<Instruction> instructions;
+  size_t draws_until = 0;         // before this instruction, and nowhere later, random numbers are drawn
 };
 
 Instruction parse_instruction(const pybind11::dict& encoded);

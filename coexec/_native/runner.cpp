@@ -87,7 +87,7 @@ void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> cap
   for (size_t i = 0; i < captured.size(); ++i) registers_[program_->captured[i]] = std::move(captured[i]);
   published_.assign(program_->fetch_slots, std::nullopt);
   cancelled_ = false;
-  committed_ = committing_ = false;
+  committed_ = committing_ = drawn_ = false;
   error_ = nullptr;
   deferred_.clear();
   available_ = 0;
@@ -145,6 +145,13 @@ void Runner::join() {
   py::gil_scoped_release release;
   std::unique_lock<std::mutex> lock(mutex_);
   to_python_.wait(lock, [this] { return state_ != State::Running; });
+}
+
+bool Runner::wait_for_draws() {
+  py::gil_scoped_release release;
+  std::unique_lock<std::mutex> lock(mutex_);
+  to_python_.wait(lock, [this] { return drawn_ || state_ != State::Running; });
+  return state_ == State::Running;
 }
 
 void Runner::cancel() {
@@ -241,7 +248,13 @@ void Runner::loop() {
 void Runner::execute() {
   size_t pc = 0;
   const auto& code = program_->instructions;
+  bool drawn = false;
   while (pc < code.size()) {
+    if (!drawn && pc >= program_->draws_until) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      drawn = drawn_ = true;
+      to_python_.notify_all();
+    }
     const Instruction& instruction = code[pc];
     size_t next = pc + 1;
     switch (instruction.opcode) {

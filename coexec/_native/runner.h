@@ -44,6 +44,7 @@ class Runner {
   void commit();           // the iteration is valid: let deferred instructions run
   void wait();             // until the program has ended; rethrows what failed in it
   void join();             // until the program has ended, whatever happened in it
+  bool wait_for_draws();   // until no more random numbers will be drawn; whether the program still runs
   void cancel();           // stops the program and waits until the thread is idle
   void finish();           // drops all values of the iteration (call with the GIL held)
   c10::IValue value(int64_t reg) const { return registers_.at(reg); }
@@ -69,6 +70,7 @@ class Runner {
   bool stop_ = false;
   std::atomic<bool> cancelled_{false};
   bool committed_ = false, committing_ = false;
+  bool drawn_ = false;  // no more random numbers will be drawn
   std::deque<c10::IValue> messages_;
   std::atomic<int64_t> available_{0};  // messages sent in this iteration
   int64_t taken_ = 0;                  // of them, by the GraphRunner

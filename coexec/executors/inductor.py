@@ -46,6 +46,7 @@ class Block:
         outs: registers that it computes.
         operations: how many it has.
         inputs: what the registers that it reads hold.
+        random: whether it draws random numbers.
     """
 
     module: GraphModule
@@ -53,6 +54,7 @@ class Block:
     outs: tuple[int, ...]
     operations: int
     inputs: tuple[InputMeta, ...]
+    random: bool
 
 
 Part = Instruction | Block
@@ -108,7 +110,8 @@ def _blocks(parts: dict[int, list[Part]]) -> list[Block]:
 def _linked(part: Part) -> Instruction:
     if not isinstance(part, Block):
         return part
-    return Compiled(core.Library(str(compiled(job_of(part)))), part.sources, part.outs)
+    library = core.Library(str(compiled(job_of(part))))
+    return Compiled(library, part.sources, part.outs, random=part.random)
 
 
 def _between_written_feeds(body: list[Instruction], written: set[int]) -> list[list[Instruction]]:
@@ -177,7 +180,8 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
     graph.output((token, *(env[r] for r in outs)))
     module = GraphModule(dict(constants), graph)
     inputs = (TOKEN, *(InputMeta.of(program.metas[r]) for r in sources))
-    return Block(module, tuple(sources), outs, sum(isinstance(i, Call) for i in body), inputs)
+    calls = [i for i in body if isinstance(i, Call)]
+    return Block(module, tuple(sources), outs, len(calls), inputs, any(c.random for c in calls))
 
 
 def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node], encode: Any) -> None:

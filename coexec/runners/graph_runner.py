@@ -37,6 +37,9 @@ class GraphRunner(Protocol):
     def join(self) -> None:
         """Waits for the end, whatever it is, and cannot be interrupted."""
 
+    def wait_for_draws(self) -> bool:
+        """Waits until no more random numbers will be drawn; returns whether the iteration still runs."""
+
     def cancel(self) -> None:
         """Gives the iteration up; returns when nothing of it runs any more."""
 

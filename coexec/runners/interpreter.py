@@ -99,6 +99,11 @@ class InterpretedRunner:
         """Waits for the end, whatever it is."""
         self._done.wait()
 
+    def wait_for_draws(self) -> bool:
+        """Waits for the end, when no more random numbers are drawn."""
+        self.join()
+        return False
+
     def cancel(self) -> None:
         """Gives the iteration up and waits until nothing of it runs any more."""
         with self._condition:

@@ -39,6 +39,7 @@ class NativeRunner:
         self.commit = self.core.commit
         self.wait = self.core.wait
         self.join = self.core.join
+        self.wait_for_draws = self.core.wait_for_draws
         self.cancel = self.core.cancel
         self.committing = self.core.committing
         self.finish = self.core.finish
@@ -96,6 +97,7 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
         "grad_mode": False,
         "shapes": [],
         "copy": False,
+        "draws": isinstance(instruction, (Call, Compiled)) and instruction.random,
     }
     match instruction:
         case Call():

@@ -43,7 +43,8 @@ class When(enum.IntEnum):
 class Call:
     """Calls an ATen operation; `args` follow its schema, `outs` its flattened tensor results.
 
-    Results have to have these `shapes` (None: any), lest a value decides about a shape unnoticed.
+    Results have to have these `shapes` (None: any), lest a value decides about a shape unnoticed. A `random`
+    one draws random numbers.
     """
 
     target: torch._ops.OpOverload
@@ -54,6 +55,7 @@ class Call:
     release: tuple[int, ...] = ()
     grad_mode: bool = False
     shapes: tuple[tuple[int, ...] | None, ...] = ()
+    random: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,13 @@ class Jump:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Runs a compiled block on registers."""
+    """Runs a compiled block on registers; a `random` one draws random numbers."""
 
     library: Any
     sources: tuple[int, ...]
     outs: tuple[int | None, ...]
     release: tuple[int, ...] = ()
+    random: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,6 +275,7 @@ class _Lowering:
                     node.location,
                     grad_mode=operation.grad_mode,
                     shapes=tuple(None if r is None else r.meta.shape for r in operation.results),
+                    random=operation.random,
                 ),
                 uses=frozenset(used),
                 defines=frozenset(o for o in outs if o is not None),

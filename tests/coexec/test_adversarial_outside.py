@@ -515,3 +515,23 @@ def test_threads_with_tapes_of_their_own_leave_the_random_module_as_it_was():
     after, torch.random.default_generator = torch.random.default_generator, before
 
     assert after is before
+
+
+@pytest.mark.parametrize("where", ["in the forward pass", "at the commit", "on a path"])
+def test_random_numbers_drawn_after_a_block_that_was_left_early(where):
+    slow = torch.randn(1200, 1200)
+
+    def step(s, k, tape):
+        with tape():
+            x = slow
+            for _ in range(3):
+                x = x @ slow / 1200
+            if where == "in the forward pass":
+                s.w.copy_(F.dropout(x[:3, 0]))
+            elif where == "at the commit":
+                s.w.add_(x[:3, 0]).bernoulli_(0.5)
+            else:
+                s.w.copy_(x[:3, 0] + (torch.rand(3) if k % 3 else 1.0))
+        return torch.rand(3), s.w.clone()
+
+    compare(lambda: SimpleNamespace(w=torch.zeros(3)), step, 12, synchronous=False)
