@@ -15,6 +15,7 @@ import enum
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -103,6 +104,7 @@ class ProgramState:
     python_ms: deque[float] = field(default_factory=_samples)
     python_stall_ms: deque[float] = field(default_factory=_samples)
     running: bool = False
+    _captured: tuple[Callable[[], torch.Tensor | None], ...] = ()
     _compilation: Compilation | None = None
     _graph_runner: GraphRunner | None = None
     _table: Table | None = None
@@ -197,8 +199,8 @@ class ProgramState:
     def captured_tensors(self) -> list[torch.Tensor | None] | None:
         """The captured tensors of the next iteration; None if one of them is gone."""
         assert self.skeleton is not None
-        tensors = [self.identities.tensor(uid) for uid in self.skeleton.graph.captured]
-        if any(tensors[i] is None for i in self.skeleton.program.captured):
+        tensors = [reference() for reference in self._captured]
+        if any(tensors[i] is None for i in self.skeleton.bound):
             return None
         return tensors
 
@@ -302,6 +304,7 @@ class ProgramState:
         if why_aten is not None:
             self.note(cause("CX0201", why_aten, self.key))
         self.skeleton = make_skeleton(graph, program)
+        self._captured = self.identities.references(graph.captured)
         self.dynamic_cause = None
         self.compile_s.append(time.perf_counter() - began)
         self._move_to(Phase.COEXECUTION)

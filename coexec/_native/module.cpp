@@ -76,6 +76,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("send", [](Runner& r, const py::object& value) { r.send(to_message(value)); })
       .def("fetch", [](Runner& r, int64_t slot) { return torch::jit::toPyObject(r.fetch(slot)); })
       .def("commit", &Runner::commit)
+      .def("wait_for_commit", &Runner::wait_for_commit)
       .def("wait", &Runner::wait)
       .def("join", &Runner::join)
       .def("wait_for_draws", &Runner::wait_for_draws)

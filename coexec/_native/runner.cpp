@@ -135,6 +135,12 @@ void Runner::commit() {
   start();
 }
 
+bool Runner::wait_for_commit() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  wait_in_python(to_python_, lock, [this] { return committing_ || state_ == State::Done; });
+  return committing_;
+}
+
 void Runner::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
   wait_in_python(to_python_, lock, [this] { return state_ == State::Done; });
@@ -308,6 +314,7 @@ void Runner::execute() {
           spans_.add(t, true);
           if (cancelled_) throw Cancelled{};
           committing_ = true;
+          to_python_.notify_all();
         }
         // In-place writes to tensors of the user have to raise their version counters.
         c10::impl::ExcludeDispatchKeyGuard guard(kAutograd);

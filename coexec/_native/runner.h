@@ -42,6 +42,7 @@ class Runner {
   void send(c10::IValue message);
   c10::IValue fetch(int64_t slot);  // a published value; GIL released while it waits
   void commit();           // the iteration is valid: let deferred instructions run
+  bool wait_for_commit();  // until deferred calls begin to run, or the program has ended; which of the two
   void wait();             // until the program has ended; rethrows what failed in it
   void join();             // until the program has ended, whatever happened in it
   bool wait_for_draws();   // until no more random numbers will be drawn; whether the program still runs

@@ -638,12 +638,20 @@ void set_gradients(const Runner& runner, const py::list& tensors, const std::vec
   }
 }
 
-// Whether no two of the tensors (or None) are on the same memory.
-bool have_own_memory(const py::list& tensors) {
+// Whether no two tensors are on the same memory: of `captured` (or None), those that are `bound`, and all `fed`.
+bool have_own_memory(const py::list& captured, const py::tuple& bound, const py::dict& fed) {
   std::unordered_set<c10::StorageImpl*> seen;
-  for (const auto& tensor : tensors) {
-    if (tensor.is_none()) continue;
-    if (!seen.insert(THPVariable_Unpack(tensor.ptr()).storage().unsafeGetStorageImpl()).second) return false;
+  seen.reserve(bound.size() + fed.size());
+  auto is_new = [&](PyObject* tensor) {
+    return tensor == Py_None || seen.insert(THPVariable_Unpack(tensor).storage().unsafeGetStorageImpl()).second;
+  };
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(bound.ptr()); ++i) {
+    if (!is_new(PyList_GET_ITEM(captured.ptr(), PyLong_AsSsize_t(PyTuple_GET_ITEM(bound.ptr(), i))))) return false;
+  }
+  Py_ssize_t position = 0;
+  PyObject *key, *tensor;
+  while (PyDict_Next(fed.ptr(), &position, &key, &tensor)) {
+    if (!is_new(tensor)) return false;
   }
   return true;
 }

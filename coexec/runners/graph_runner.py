@@ -31,6 +31,9 @@ class GraphRunner(Protocol):
     def commit(self) -> None:
         """Lets the calls run that were put off until the iteration is valid."""
 
+    def wait_for_commit(self) -> bool:
+        """Waits until calls that were put off begin to run; returns whether that is known before the end."""
+
     def wait(self) -> None:
         """Waits for the end and raises what failed."""
 

@@ -95,6 +95,10 @@ class InterpretedRunner:
         if self._error is not None:
             raise self._error
 
+    def wait_for_commit(self) -> bool:
+        """Does not wait."""
+        return False
+
     def join(self) -> None:
         """Waits for the end, whatever it is."""
         self._done.wait()

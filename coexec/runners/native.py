@@ -37,6 +37,7 @@ class NativeRunner:
         self.send = self.core.send
         self.fetch = self.core.fetch
         self.commit = self.core.commit
+        self.wait_for_commit = self.core.wait_for_commit
         self.wait = self.core.wait
         self.join = self.core.join
         self.wait_for_draws = self.core.wait_for_draws

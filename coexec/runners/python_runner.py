@@ -15,7 +15,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,7 +36,7 @@ from coexec.runners.placeholder import (
     realize,
 )
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
-from coexec.runners.results import alive, publish
+from coexec.runners.results import Results, alive, publish, results_of
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
@@ -44,6 +44,8 @@ from coexec.tracegraph.exposed import expose
 from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding
 from coexec.tracegraph.numbers import TRANSFORMS, agree, fit, same_number
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
+
+_T = TypeVar("_T")
 
 
 class PythonRunner(EnteredNatively):
@@ -73,11 +75,10 @@ class PythonRunner(EnteredNatively):
         self._on_mismatch = on_mismatch
         self._eager: Callable[..., Any] | None = None
         self.entered = False
-        for index, tensor in enumerate(captured):
-            if tensor is not None:
-                self.iteration.externals[id(tensor)] = skeleton.captured[index]
+        self.iteration.externals.update(zip(map(id, captured), skeleton.captured, strict=True))
+        self.iteration.externals.pop(id(None), None)  # of those that only some paths use
         self.restore_random_state = random_state.save(skeleton.generators)
-        bound = [t for i in skeleton.program.captured if (t := captured[i]) is not None]
+        bound = [t for i in skeleton.bound if (t := captured[i]) is not None]
         native = isinstance(graph_runner, NativeRunner)
         self.exclusive = exclusive and native and all(is_exclusive(t) for t in bound)
         self.graph_runner.begin(skeleton.program, bound, not lazy)
@@ -474,11 +475,14 @@ class PythonRunner(EnteredNatively):
         Raises:
             Mismatch: if the GraphRunner failed before it wrote anything.
         """
-        began = time.perf_counter()
         interrupt: KeyboardInterrupt | None = None
+        results: Results | None = None
         while True:
             try:
-                self.graph_runner.wait()
+                if results is None and self._stalled(self.graph_runner.wait_for_commit):
+                    results = self._results_of_iteration()  # while the GraphRunner commits
+                    self.forget()
+                self._stalled(self.graph_runner.wait)
                 break
             except KeyboardInterrupt as e:
                 interrupt = e  # the commit may have begun: it is finished first
@@ -486,17 +490,24 @@ class PythonRunner(EnteredNatively):
                 if self.graph_runner.committing():
                     raise
                 raise Mismatch("CX0005", str(e)) from e
-            finally:
-                self.stall_s += time.perf_counter() - began
-                began = time.perf_counter()
-        publish(self.iteration, self.skeleton, self.graph_runner)
+        publish(results or self._results_of_iteration(), self.graph_runner)
         if interrupt is not None:
             raise interrupt
+
+    def _results_of_iteration(self) -> Results:
+        return results_of(self.iteration, self.skeleton, native=isinstance(self.graph_runner, NativeRunner))
+
+    def _stalled(self, wait: Callable[[], _T]) -> _T:
+        began = time.perf_counter()
+        try:
+            return wait()
+        finally:
+            self.stall_s += time.perf_counter() - began
 
     def bound(self) -> list[torch.Tensor]:
         """The external tensors that the iteration reads or writes."""
         it = self.iteration
-        captured = [it.captured[i] for i in self.skeleton.program.captured]
+        captured = [it.captured[i] for i in self.skeleton.bound]
         return [t for t in (*captured, *it.fed.values()) if t is not None]
 
     def held(self) -> list[torch.Tensor]:
@@ -512,12 +523,12 @@ class PythonRunner(EnteredNatively):
 
     def _shares_as_known(self) -> bool:
         it, program = self.iteration, self.skeleton.program
+        if core is not None and core.have_own_memory(it.captured, self.skeleton.bound, it.fed):
+            return True
         bound: list[tuple[Captured | Fed, torch.Tensor | None]] = [
-            *((self.skeleton.captured[i], it.captured[i]) for i in program.captured),
+            *((self.skeleton.captured[i], it.captured[i]) for i in self.skeleton.bound),
             *it.fed.items(),
         ]
-        if core is not None and core.have_own_memory([t for _, t in bound]):
-            return True
         by_memory: dict[int, list[Captured | Fed]] = {}
         for ref, tensor in bound:
             if tensor is not None:

@@ -1,12 +1,16 @@
 """The results of an iteration, given to Python.
 
-In:  a committed iteration whose GraphRunner has ended.
+In:  an iteration that is being committed; then, its GraphRunner that has ended.
 Out: every placeholder that the program still holds is a real tensor, and every `.grad` is set.
+
+What Python will get is found out while the GraphRunner commits: `results_of`. When that is done, `publish`
+hands it over.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +21,8 @@ from coexec.runners.native import NativeRunner
 from coexec.runners.placeholder import Symbol, dressed, realize
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls
-from coexec.tracegraph.trace import Produced
+from coexec.tracegraph.program import Rebase
+from coexec.tracegraph.trace import Output, Produced
 
 
 def _references(symbol: Symbol) -> int:
@@ -36,48 +41,94 @@ def alive(iteration: Iteration) -> list[Produced]:
     return [s.binding for s in iteration.symbols.values() if _references(s) > _NO_REFERENCES]
 
 
-def publish(iteration: Iteration, skeleton: Skeleton, graph_runner: GraphRunner) -> None:
-    """Makes the placeholders that the program holds real tensors, and sets gradients."""
-    it = iteration
-    real: dict[Produced, torch.Tensor] = {}
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """An output that Python will get; `rebase` and `base` where it may view an external tensor."""
+
+    output: Output
+    register: int
+    rebase: Rebase | None
+    base: torch.Tensor | None
+    compiled: bool
+
+    def take(self, graph_runner: GraphRunner) -> torch.Tensor:
+        value, rebase, meta = graph_runner.value(self.register), self.rebase, self.output.meta
+        if rebase is not None and (rebase.shadow is None or _share(value, graph_runner.value(rebase.shadow))):
+            assert self.base is not None
+            # An index may have been fed: the view of the shadow knows.
+            shift = rebase.shift if self.compiled else value.storage_offset()
+            offset = int(self.base.storage_offset()) + shift
+            value = torch.as_strided(self.base.detach(), meta.shape, meta.stride, offset)
+        return dressed(value, meta, self.output.history)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What Python will get of an iteration.
+
+    Attributes:
+        values: outputs, in the order in which Python gets them.
+        held: the placeholders of those that the program holds.
+        gradients: tensors and what becomes their `.grad`: a tensor, one of `values`, or nothing.
+        plain: tensors and the registers that become their `.grad` as they are.
+    """
+
+    values: dict[Produced, _Value] = field(default_factory=dict)
+    held: dict[Produced, torch.Tensor] = field(default_factory=dict)
+    gradients: list[tuple[torch.Tensor, torch.Tensor | Produced | None]] = field(default_factory=list)
+    plain: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+
+def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool) -> Results:
+    """Finds out what Python will get of an iteration; `native` tells whether C++ may hand gradients over."""
+    it, results = iteration, Results()
     for binding in it.alive:
-        real[binding] = it.symbol_of(binding).tensor
-        realize(real[binding], _real(iteration, skeleton, graph_runner, binding))
-    plain: list[tuple[torch.Tensor, int]] = []
+        results.held[binding] = it.symbol_of(binding).tensor
+        results.values[binding] = _value(it, skeleton, binding)
     for leaf, value in it.grads.values():
         target = it.symbol_of(leaf).tensor if isinstance(leaf, Produced) else leaf
         assert target is not None
-        if isinstance(leaf, Produced) and it.symbol_of(leaf).binding not in real:
+        if isinstance(leaf, Produced) and it.symbol_of(leaf).binding not in results.held:
             continue  # nobody refers to the leaf any more
         if isinstance(value, Produced):
-            binding = it.symbol_of(value).binding
-            register = skeleton.plain.get((binding.event, binding.output))
-            if register is not None and binding not in real and isinstance(graph_runner, NativeRunner):
-                plain.append((target, register))
+            value = it.symbol_of(value).binding
+            register = skeleton.plain.get((value.event, value.output))
+            if register is not None and value not in results.held and native:
+                results.plain.append((target, register))
                 continue
-            if binding not in real:
-                real[binding] = _real(iteration, skeleton, graph_runner, binding)
-            value = real[binding]
-        target.grad = value
-    if plain and isinstance(graph_runner, NativeRunner):
-        core.set_gradients(graph_runner.core, [t for t, _ in plain], [r for _, r in plain])
+            if value not in results.values:
+                results.values[value] = _value(it, skeleton, value)
+        results.gradients.append((target, value))
+    return results
 
 
-def _real(
-    iteration: Iteration, skeleton: Skeleton, graph_runner: GraphRunner, binding: Produced
-) -> torch.Tensor:
-    program = skeleton.program
-    output = skeleton.graph.nodes[binding.event].outputs[binding.output]
-    value = graph_runner.value(program.plans[binding.event].outputs[binding.output])
-    rebase = program.rebased.get((binding.event, binding.output))
-    if rebase is not None and (rebase.shadow is None or _share(value, graph_runner.value(rebase.shadow))):
-        base, meta = iteration.object_of(rebase.external), output.meta
-        assert base is not None
-        # An index may have been fed: the view of the shadow knows.
-        shift = rebase.shift if program.compiled else value.storage_offset()
-        offset = int(base.storage_offset()) + shift
-        value = torch.as_strided(base.detach(), meta.shape, meta.stride, offset)
-    return dressed(value, output.meta, output.history)
+def _value(iteration: Iteration, skeleton: Skeleton, binding: Produced) -> _Value:
+    program, place = skeleton.program, (binding.event, binding.output)
+    rebase = program.rebased.get(place)
+    return _Value(
+        skeleton.graph.nodes[binding.event].outputs[binding.output],
+        program.plans[binding.event].outputs[binding.output],
+        rebase,
+        None if rebase is None else iteration.object_of(rebase.external),
+        bool(program.compiled),
+    )
+
+
+def publish(results: Results, graph_runner: GraphRunner) -> None:
+    """Makes the placeholders that the program holds real tensors, and sets gradients."""
+    real = dict(results.held)
+    for binding, value in results.values.items():
+        tensor = value.take(graph_runner)
+        if binding in real:
+            realize(real[binding], tensor)
+        else:
+            real[binding] = tensor
+    for target, gradient in results.gradients:
+        target.grad = real[gradient] if isinstance(gradient, Produced) else gradient
+    if results.plain:
+        assert isinstance(graph_runner, NativeRunner)
+        tensors, registers = zip(*results.plain, strict=True)
+        core.set_gradients(graph_runner.core, list(tensors), list(registers))
 
 
 def _share(a: torch.Tensor, b: torch.Tensor | None) -> bool:

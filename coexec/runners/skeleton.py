@@ -31,6 +31,7 @@ class Skeleton:
         generators: the random number generators that the program draws from.
         outputs: the binding of each node's outputs.
         captured: the binding of each captured tensor.
+        bound: which of these tensors the program reads.
         agreements: for each node, numbers that have to agree because traces cannot tell them apart.
         plain: the register of each output that is neither a view of an external tensor nor differentiable.
         walker: the native hot path, None where there is none.
@@ -42,6 +43,7 @@ class Skeleton:
     generators: tuple[torch.Generator, ...]
     outputs: tuple[tuple[Produced, ...], ...]
     captured: tuple[Captured, ...]
+    bound: tuple[int, ...]
     agreements: dict[int, tuple[tuple[NumberOrigin, ...], ...]]
     plain: dict[tuple[int, int], int]
     walker: Any
@@ -65,4 +67,5 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
         for number, register in enumerate(program.plans[node.id].outputs)
         if (node.id, number) not in program.rebased and not node.outputs[number].meta.requires_grad
     }
-    return Skeleton(graph, program, children, generators, outputs, captured, agreed, plain, walker)
+    bound = tuple(program.captured)
+    return Skeleton(graph, program, children, generators, outputs, captured, bound, agreed, plain, walker)

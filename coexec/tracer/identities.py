@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -35,7 +36,10 @@ class Identities:
         self._by_uid[uid] = reference
         return uid
 
-    def tensor(self, uid: int) -> torch.Tensor | None:
-        """The object with a number, None when it is gone."""
-        reference = self._by_uid.get(uid)
-        return None if reference is None else reference()
+    def references(self, uids: Iterable[int]) -> tuple[Callable[[], torch.Tensor | None], ...]:
+        """For each number a function that returns its object, None when that is gone."""
+        return tuple(self._by_uid.get(uid, _gone) for uid in uids)
+
+
+def _gone() -> None:
+    return None
