@@ -75,6 +75,7 @@ struct Node {
   std::unordered_map<int64_t, std::vector<int64_t>> edges;  // messages by the node before
   std::vector<Meta> output_metas;
   std::vector<py::object> output_bindings, output_histories, output_places;
+  std::unordered_map<size_t, size_t> rebinds;  // the argument that an output is, changed in place
   py::object result;
   py::object id_object, location_object;
   std::vector<int64_t> fetches;  // the slots of numbers that Python looks at
@@ -130,6 +131,9 @@ Node make_node(const py::dict& d) {
   n.output_metas = metas_of(d["output_metas"]);
   n.output_bindings = d["output_bindings"].cast<std::vector<py::object>>();
   n.output_histories = d["output_histories"].cast<std::vector<py::object>>();
+  for (const auto& [output, argument] : d["rebinds"].cast<std::vector<std::pair<size_t, size_t>>>()) {
+    n.rebinds[output] = argument;
+  }
   n.result = d["result"];
   for (size_t i = 0; i < n.output_bindings.size(); ++i) n.output_places.push_back(py::make_tuple(n.id, i));
   n.id_object = d["id"];
@@ -443,13 +447,20 @@ class Walker : public Answering {
     if (!node.fetches.empty()) return fetched;
     std::vector<py::object> outputs;
     for (size_t i = 0; i < node.output_metas.size(); ++i) {
-      auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(node.output_metas[i].hollow()));
-      py::object symbol = make_instance(names_.symbol.ptr());
-      names_.tensor.set(symbol.ptr(), tensor.ptr());
+      py::object symbol, tensor;
+      auto rebound = node.rebinds.find(i);
+      if (rebound != node.rebinds.end()) {
+        tensor = py::reinterpret_borrow<py::object>(arguments_.tensors[rebound->second]);
+        symbol = py::reinterpret_borrow<py::object>(lookup(symbols_, tensor.ptr()));
+      } else {
+        tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(node.output_metas[i].hollow()));
+        symbol = make_instance(names_.symbol.ptr());
+        names_.tensor.set(symbol.ptr(), tensor.ptr());
+        names_.meta.set(symbol.ptr(), node.output_metas[i].python.ptr());
+        put(symbols_, id_of(tensor.ptr()), symbol);
+      }
       names_.binding.set(symbol.ptr(), node.output_bindings[i].ptr());
-      names_.meta.set(symbol.ptr(), node.output_metas[i].python.ptr());
       names_.history.set(symbol.ptr(), node.output_histories[i].ptr());
-      put(symbols_, id_of(tensor.ptr()), symbol);
       put(placeholders_, node.output_places[i], symbol);
       outputs.push_back(std::move(tensor));
     }

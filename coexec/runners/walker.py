@@ -114,6 +114,7 @@ def _node(
         "output_metas": [encoded_meta(o.meta) for o in node.outputs],
         "output_bindings": list(outputs),
         "output_histories": [o.history for o in node.outputs],
+        "rebinds": [(output, argument) for argument, output in node.rebinds],
         "result": node.result,
         "fetches": list(plan.fetches) if _looks_at_numbers(node) else [],
         "grads": [(g.leaf, g.output) for g in node.grads],
@@ -145,7 +146,8 @@ def _is_plain(node: Node) -> bool:
         for a in node.alternatives
         for position, b in enumerate(a.bindings[explicit:], explicit)
     )
-    return not node.rebinds and not fed_late and not any(a.pins for a in node.alternatives)
+    same = all(key[2][argument] == node.outputs[output].meta for argument, output in node.rebinds)
+    return same and not fed_late and not any(a.pins for a in node.alternatives)
 
 
 def encoded_meta(meta: TensorMeta) -> dict[str, Any]:
