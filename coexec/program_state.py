@@ -29,6 +29,8 @@ from coexec.options import Options
 from coexec.pace import Pace
 from coexec.reasons import Cause, cause
 from coexec.runners.graph_runner import GraphRunner, make_graph_runner
+from coexec.runners.native import NativeRunner
+from coexec.runners.pending import Pending
 from coexec.runners.skeleton import Skeleton, make_skeleton
 from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.live import live
@@ -104,9 +106,12 @@ class ProgramState:
     python_ms: deque[float] = field(default_factory=_samples)
     python_stall_ms: deque[float] = field(default_factory=_samples)
     running: bool = False
+    pending: Pending | None = None  # an iteration that Python has left, and that is not finished
+    pending_on: GraphRunner | None = None  # what executes it
     _captured: tuple[Callable[[], torch.Tensor | None], ...] = ()
     _compilation: Compilation | None = None
     _graph_runner: GraphRunner | None = None
+    _second_graph_runner: GraphRunner | None = None
     _table: Table | None = None
     _until_retry: int = 0
     _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
@@ -129,6 +134,16 @@ class ProgramState:
         if self._graph_runner is None:
             self._graph_runner = make_graph_runner()
         return self._graph_runner
+
+    @property
+    def idle_graph_runner(self) -> GraphRunner:
+        """One that no unfinished iteration uses."""
+        if self.pending is None or self._graph_runner is not self.pending_on:
+            return self.graph_runner
+        assert isinstance(self._graph_runner, NativeRunner)
+        if self._second_graph_runner is None:
+            self._second_graph_runner = NativeRunner(self._graph_runner)
+        return self._second_graph_runner
 
     @property
     def table(self) -> Table:

@@ -78,11 +78,15 @@ class GradientTape:
         if self._entered:
             raise TapeError("this tape is in use; make a new GradientTape for each iteration")
         self._entered = True
-        settle_all()
-        if getattr(_active, "depth", 0) == 0 and self._options.mode != "eager":
+        if getattr(_active, "depth", 0) or self._options.mode == "eager":
+            settle_all()
+        else:
             frame = sys._getframe(1)
             state = state_of(frame, self._key, self._options)
             profile = active_profile()
+            settle_all(
+                but=state.pending if profile is None and _may_run_ahead(state, self._options) else None
+            )
             self._profiled = None if profile is None else profile.begin(state)
             self._session = _begin(state, frame, self._options)
         _active.depth = getattr(_active, "depth", 0) + 1
@@ -169,6 +173,7 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
         state.steps["eager"] += 1
         return None
     state.running = True
+    before = state.pending
     if state.phase is Phase.DYNAMIC and not state.tries_tracing():
         if state.pace.next_is_eager() and not torch.cuda.is_initialized():  # a GPU's time is not Python's
             return _EagerSession(state)
@@ -177,9 +182,25 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
         state.take_compiled()
         captured = state.captured_tensors()
         if captured is not None:
-            return _CoexecutionSession(state, frame, captured, options)
+            return _CoexecutionSession(state, frame, captured, options, before)
+        if before is not None:
+            before.settle()
         state.lost_capture()
     return _TracingSession(state, frame)
+
+
+def _may_run_ahead(state: ProgramState, options: Options) -> bool:
+    """Whether the next iteration may begin while the one before is unfinished."""
+    pending = state.pending
+    return (
+        pending is not None
+        and pending.thread == threading.get_ident()
+        and state.phase is Phase.COEXECUTION
+        and not state.compiling
+        and not options.synchronous
+        and options.mode == "coexec"
+        and not foreign_modes()
+    )
 
 
 class _Session:
@@ -195,10 +216,9 @@ class _Session:
         raise NotImplementedError
 
     def _record_times(
-        self, began: float, before: Sequence[float], after: Sequence[float], stall_s: float
+        self, total: float, before: Sequence[float], after: Sequence[float], stall_s: float
     ) -> None:
         state = self.state
-        total = time.perf_counter() - began
         busy, stalled = (now - then for now, then in zip(after, before, strict=True))
         state.python_ms.append((total - stall_s) * 1e3)
         state.python_stall_ms.append(stall_s * 1e3)
@@ -281,33 +301,45 @@ class _DynamicSession(_Session):
         self.state.steps["dynamic"] += 1
         self.runner.synchronize()
         sent = self.state.table.sender.count() - self._sent
-        self.state.ran_dynamically(sent, self.runner.waits, time.perf_counter() - self._began)
-        self._record_times(self._began, self._queue_times, self._queue.times(), self.runner.stall_s)
+        seconds = time.perf_counter() - self._began
+        self.state.ran_dynamically(sent, self.runner.waits, seconds)
+        self._record_times(seconds, self._queue_times, self._queue.times(), self.runner.stall_s)
 
 
 class _CoexecutionSession(_Session):
     """An iteration of the co-execution phase."""
 
     def __init__(
-        self, state: ProgramState, frame: FrameType, captured: list[torch.Tensor | None], options: Options
+        self,
+        state: ProgramState,
+        frame: FrameType,
+        captured: list[torch.Tensor | None],
+        options: Options,
+        before: Pending | None,
     ) -> None:
         super().__init__(state)
         assert state.skeleton is not None
         self._frame = frame
         self._recorder: Recorder | None = None
         self._entered = False
+        self._pending: Pending | None = None
         self._cause: Cause | None = None
         self._asynchronous = not options.synchronous and options.mode == "coexec"
         self._began = time.perf_counter()
-        self._graph_times = tuple(state.graph_runner.times())
+        self._seconds = 0.0  # of Python in the block and its ends
+        self._graph_runner = state.idle_graph_runner
+        self._graph_times = tuple(self._graph_runner.times())
+        if before is not None:
+            before.lift()
         self.runner = PythonRunner(
             state.skeleton,
-            state.graph_runner,
+            self._graph_runner,
             captured,
             frame,
             self._on_mismatch,
             lazy=options.mode == "lazy",
             exclusive=self._asynchronous,
+            before=before,
         )
         self._watch = BlockWatch(self._called, state.updates.make)
         enter(self._watch)
@@ -320,6 +352,11 @@ class _CoexecutionSession(_Session):
 
     def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Python is about to do something that no torch function shows."""
+        if self.runner.runs_ahead and not self.runner.fell_back:
+            try:
+                self.runner.catch_up()
+            except Mismatch as mismatch:
+                self._give_up(mismatch)
         if kind is Watched.RANDOM:
             self._give_up(Mismatch("CX0118", name))
             assert self._recorder is not None
@@ -353,10 +390,13 @@ class _CoexecutionSession(_Session):
             leave(self._recorder)
         self.runner.leave()
         leave(self._watch)
+        late: BaseException | None = None  # what the iteration before raises
         try:
             if not self.runner.fell_back:
-                if error is not None:
-                    raise Mismatch("CX0002", type(error).__name__)
+                late = self._catch_up()
+                left_by = error or late
+                if left_by is not None:
+                    raise Mismatch("CX0002", type(left_by).__name__)
                 self.runner.validate()
         except Mismatch as mismatch:
             self._fall_back(mismatch)
@@ -366,11 +406,21 @@ class _CoexecutionSession(_Session):
             if error is not None:
                 self._recorder.fail("CX0002", type(error).__name__)
             self._fell_back()
-        elif self._may_go_on() and self.state.graph_runner.wait_for_draws():
-            pending = Pending(self.state.graph_runner.join, self._finish)
-            pending.guard([*self.runner.bound(), *self.runner.held()])
+        elif self._may_go_on() and self._graph_runner.wait_for_draws():
+            self._go_on()
         else:
             self._finish()
+        if late is not None:
+            raise late
+
+    def _catch_up(self) -> BaseException | None:
+        try:
+            self.runner.catch_up()
+        except Mismatch:
+            raise
+        except BaseException as e:  # this iteration has to end nevertheless
+            return e
+        return None
 
     def _fall_back(self, mismatch: Mismatch) -> None:
         """Makes the iteration eager after its end; what eager execution raises is raised here."""
@@ -382,7 +432,7 @@ class _CoexecutionSession(_Session):
 
     def _broke_off(self) -> None:
         """Counts an iteration that eager execution could not repeat without an error."""
-        self.state.running = False
+        self._ended()
         self.state.steps["fallback"] += 1
         if self._cause is not None:
             self.state.note(self._cause)
@@ -392,30 +442,51 @@ class _CoexecutionSession(_Session):
         bound = self.runner.bound()
         return self._asynchronous and self.runner.exclusive and all(guardable(t) for t in bound)
 
-    def _finish(self) -> None:
-        """Waits for the GraphRunner, and gives Python the results."""
+    def _go_on(self) -> None:
+        """Python leaves the block; whoever uses a result first waits."""
         state = self.state
+        self._ended()
+        self._pending = Pending(self._graph_runner.join, self._finish)
+        self._pending.guard([*self.runner.bound(), *self.runner.held()], self.runner.announce())
+        state.pending, state.pending_on = self._pending, self._graph_runner
+        self._seconds += time.perf_counter() - self._began
+
+    def _finish(self) -> bool:
+        """Waits for the GraphRunner, and gives Python the results; returns whether these are the graph's."""
+        state = self.state
+        if self._pending is not None:
+            state.pending = state.pending_on = None
+            self._began = time.perf_counter()
         try:
             self.runner.complete()
         except Mismatch as mismatch:
+            if self._pending is not None:
+                self._pending.abandon()
             self._fall_back(mismatch)
         except RuntimeError as e:
             raise CommitError(f"{e}; parameters may be half updated") from e
         finally:
             if self._recorder is None:
-                state.graph_runner.finish()
+                self._graph_runner.finish()
                 self.runner.forget()
-                state.running = False
+                self._ended()
         if self._recorder is not None:
             self._fell_back()
-            return
+            return False
         state.steps["co-execution"] += 1
-        self._record_times(self._began, self._graph_times, state.graph_runner.times(), self.runner.stall_s)
+        self._seconds += time.perf_counter() - self._began
+        self._record_times(self._seconds, self._graph_times, self._graph_runner.times(), self.runner.stall_s)
         state.coexecuted()
+        return True
+
+    def _ended(self) -> None:
+        """The block has been left, unless that has been noted before: the next one may be running."""
+        if self._pending is None:
+            self.state.running = False
 
     def _fell_back(self) -> None:
         state = self.state
-        state.running = False
+        self._ended()
         state.steps["fallback"] += 1
         assert self._cause is not None
         assert self._recorder is not None

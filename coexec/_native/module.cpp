@@ -71,7 +71,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   py::class_<coexec::Program, std::shared_ptr<coexec::Program>>(m, "Program").def(py::init(&coexec::make_program));
   py::class_<Runner>(m, "Runner")
-      .def(py::init<>())
+      .def(py::init([] { return std::make_unique<Runner>(std::make_shared<coexec::Worker>()); }))
+      .def(py::init([](const Runner& other) { return std::make_unique<Runner>(other.worker()); }))
       .def("begin", &Runner::begin)
       .def("send", [](Runner& r, const py::object& value) { r.send(to_message(value)); })
       .def("fetch", [](Runner& r, int64_t slot) { return torch::jit::toPyObject(r.fetch(slot)); })

@@ -64,17 +64,51 @@ Runner*& Runner::current() {
   return runner;
 }
 
-Runner::Runner() : thread_([this] { loop(); }) {}
+Worker::Worker() : thread_([this] { loop(); }) {}
 
-Runner::~Runner() {
+Worker::~Worker() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
-    cancelled_ = true;
   }
-  to_graph_.notify_all();
+  changed_.notify_all();
   py::gil_scoped_release release;
   thread_.join();
+}
+
+void Worker::execute(Runner& runner) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  waiting_.push_back(&runner);
+  changed_.notify_one();
+}
+
+void Worker::forget(Runner& runner) {
+  py::gil_scoped_release release;
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return running_ != &runner; });
+}
+
+void Worker::loop() {
+  at::init_num_threads();
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    wait_idly(changed_, lock, [this] { return stop_ || !waiting_.empty(); });
+    if (stop_) return;
+    running_ = waiting_.front();
+    waiting_.pop_front();
+    lock.unlock();
+    running_->run();
+    lock.lock();
+    running_ = nullptr;
+    changed_.notify_all();
+  }
+}
+
+Runner::Runner(std::shared_ptr<Worker> worker) : worker_(std::move(worker)) {}
+
+Runner::~Runner() {
+  cancel();
+  worker_->forget(*this);
 }
 
 void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> captured, bool start) {
@@ -94,18 +128,17 @@ void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> cap
   taken_ = 0;
   thread_state_ = ThreadState::capture();
   state_ = State::Ready;
-  if (start) {
-    state_ = State::Running;
-    to_graph_.notify_one();
-  }
+  if (start) start_locked();
 }
 
 void Runner::start() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (state_ == State::Ready) {
-    state_ = State::Running;
-    to_graph_.notify_one();
-  }
+  if (state_ == State::Ready) start_locked();
+}
+
+void Runner::start_locked() {
+  state_ = State::Running;
+  worker_->execute(*this);
 }
 
 void Runner::send(c10::IValue message) {
@@ -222,33 +255,25 @@ void Runner::publish(int64_t slot, c10::IValue value) {
   to_python_.notify_all();
 }
 
-void Runner::loop() {
+void Runner::run() {
   current() = this;
-  at::init_num_threads();
-  while (true) {
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      wait_idly(to_graph_, lock, [this] { return stop_ || state_ == State::Running; });
-      if (stop_) return;
-    }
-    thread_state_.apply();
-    auto t = Clock::now();
-    double stalled = stall_s_;
-    std::exception_ptr error;
-    try {
-      at::AutoGradMode no_grad(false);
-      execute();
-    } catch (const Cancelled&) {
-    } catch (...) {
-      error = std::current_exception();
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    busy_s_ += seconds_since(t) - (stall_s_ - stalled);
-    spans_.add(t, false);
-    error_ = error;
-    state_ = State::Done;
-    to_python_.notify_all();
+  thread_state_.apply();
+  auto t = Clock::now();
+  double stalled = stall_s_;
+  std::exception_ptr error;
+  try {
+    at::AutoGradMode no_grad(false);
+    execute();
+  } catch (const Cancelled&) {
+  } catch (...) {
+    error = std::current_exception();
   }
+  std::lock_guard<std::mutex> lock(mutex_);
+  busy_s_ += seconds_since(t) - (stall_s_ - stalled);
+  spans_.add(t, false);
+  error_ = error;
+  state_ = State::Done;
+  to_python_.notify_all();
 }
 
 void Runner::execute() {

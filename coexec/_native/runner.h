@@ -1,4 +1,4 @@
-// The GraphRunner: a thread that executes a Program without ever asking for the GIL.
+// The GraphRunner: executes a Program on a thread that never asks for the GIL.
 //
 // The PythonRunner talks to it through two channels: messages (fed tensors and numbers, the
 // case or alternative that was taken) go in, in program order; fetched values come out by slot, since
@@ -32,10 +32,36 @@ struct ThreadState {
 
 struct Cancelled {};
 
+class Runner;
+
+// A thread that executes the iterations of one or several GraphRunners, one after another.
+class Worker {
+ public:
+  Worker();
+  ~Worker();  // its runners have none left
+
+  void execute(Runner& runner);
+  void forget(Runner& runner);  // returns when it does nothing for this runner any more
+
+ private:
+  void loop();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Runner*> waiting_;
+  Runner* running_ = nullptr;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
 class Runner {
  public:
-  Runner();
+  // The iterations of runners with a common worker are executed in the order in which they are started.
+  explicit Runner(std::shared_ptr<Worker> worker);
   ~Runner();
+
+  const std::shared_ptr<Worker>& worker() const { return worker_; }
+  void run();  // the worker's thread: executes the iteration
 
   void begin(std::shared_ptr<Program> program, std::vector<at::Tensor> captured, bool start);
   void start();
@@ -60,7 +86,7 @@ class Runner {
  private:
   enum class State { Idle, Ready, Running, Done };
 
-  void loop();
+  void start_locked();
   void execute();
   void call(const Instruction& instruction);
   void compiled(const Instruction& instruction);
@@ -68,7 +94,6 @@ class Runner {
   mutable std::mutex mutex_;
   std::condition_variable to_graph_, to_python_;
   State state_ = State::Idle;
-  bool stop_ = false;
   std::atomic<bool> cancelled_{false};
   bool committed_ = false, committing_ = false;
   bool drawn_ = false;  // no more random numbers will be drawn
@@ -86,7 +111,7 @@ class Runner {
   std::vector<const Instruction*> deferred_;
   double busy_s_ = 0, stall_s_ = 0;
   Spans spans_;  // of executions, and of the waits within
-  std::thread thread_;
+  std::shared_ptr<Worker> worker_;
 };
 
 }  // namespace coexec

@@ -164,6 +164,7 @@ class Walker : public Answering {
     exclusive_ = exclusive;
     watched_ = watched;
     stall_s_ = 0;
+    ahead_ = false;
     iteration_ = std::move(iteration);
     symbols_ = iteration_.attr("symbols");
     placeholders_ = iteration_.attr("placeholders");
@@ -188,6 +189,10 @@ class Walker : public Answering {
 
   // Seconds that fetches have waited in this iteration.
   double stall_s() const { return stall_s_; }
+
+  // While the iteration before this one is not finished, tensors that the graph does not know yet, and
+  // gradients from outside, are left to Python, which knows what has to be waited for.
+  void run_ahead(bool ahead) { ahead_ = ahead; }
 
   py::object answer(PyObject* function, PyObject* args, PyObject* kwargs) override {
     if (PyObject* treatment = PyDict_GetItemWithError(names_.treatments.ptr(), function)) {
@@ -291,6 +296,7 @@ class Walker : public Answering {
         if (!node.metas[i].fits(external)) return false;
         if (is_exposed(external)) return false;
         PyObject* known = lookup(externals_, tensor);
+        if (ahead_ && !known) return false;
         found_.push_back(known ? py::reinterpret_borrow<py::object>(known) : py::object());
       }
     }
@@ -590,6 +596,7 @@ class Walker : public Answering {
   std::vector<bool> symbolic_;     // of each tensor argument: whether it is a placeholder
   double stall_s_ = 0;             // in fetches of this iteration
   bool watched_ = false;           // somebody times the fetches
+  bool ahead_ = false;             // the iteration before this one is not finished
 };
 
 WalkerNames walker_names_from(const py::dict& d) {
@@ -639,6 +646,17 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   return at::Tensor(std::move(impl));
 }
 
+// Gives each tensor its gradient before that is computed. Returns what they had.
+py::list announce_gradients(const py::list& tensors, const py::list& placeholders) {
+  py::list before;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    at::Tensor& gradient = THPVariable_Unpack(tensors[i].ptr()).mutable_grad();
+    before.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
+    gradient = placeholders[i].is_none() ? at::Tensor() : THPVariable_Unpack(placeholders[i].ptr());
+  }
+  return before;
+}
+
 // One object for each register, whichever tensors it is the gradient of.
 void set_gradients(const Runner& runner, const py::list& tensors, const std::vector<int64_t>& registers) {
   std::unordered_map<int64_t, at::Tensor> made;
@@ -677,12 +695,14 @@ void bind_walker(py::module_& m) {
       }))
       .def("begin", &Walker::begin)
       .def("end", &Walker::end)
+      .def("run_ahead", &Walker::run_ahead)
       .def("stall_s", &Walker::stall_s);
   m.def("held", [](const py::dict& symbols, const py::object& cls) {
     return held(symbols, Slot(cls, "tensor"), Slot(cls, "binding"));
   });
   m.def("have_own_memory", &have_own_memory);
   m.def("alias_of", &alias_of);
+  m.def("announce_gradients", &announce_gradients);
   m.def("set_gradients", &set_gradients, "Gives each tensor the value of a register as its gradient.");
   m.def("ambient_fingerprint", &ambient_fingerprint);
   m.def("is_transformed", &is_transformed);

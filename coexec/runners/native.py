@@ -29,10 +29,13 @@ from coexec.tracegraph.program import (
 
 
 class NativeRunner:
-    """Runs programs on a C++ thread; see `coexec.runners.graph_runner`."""
+    """Runs programs on a C++ thread; see `coexec.runners.graph_runner`.
 
-    def __init__(self) -> None:
-        self.core = core.Runner()
+    One that is made with another runner shares its thread, which executes their iterations one after another.
+    """
+
+    def __init__(self, before: NativeRunner | None = None) -> None:
+        self.core: Any = core.Runner() if before is None else core.Runner(before.core)
         self.watched = False  # somebody times what Python waits for
         self.send = self.core.send
         self.fetch = self.core.fetch

@@ -4,18 +4,21 @@ In:  an iteration that is valid and committed, but not finished; the tensors tha
 Out: the first use of one of them, anywhere, waits for the iteration.
 
 Until then each of these tensors is of a subclass whose `__torch_function__` waits, gives all of them
-their own classes back, and calls the function again.
+their own classes back, and calls the function again. The next iteration of the same program may begin
+before: in its block the PythonRunner sees every call, so the tensors have their own classes there, and it
+asks `is_pending`.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from coexec._private import without_current_modes
 from coexec.tracegraph.calls import tensors_in
 
 _owners: dict[int, Pending] = {}  # by id of the tensor
@@ -24,37 +27,72 @@ _lock = threading.RLock()
 
 
 class Pending:
-    """One unfinished iteration. `finish` is called once, by whoever needs a result first."""
+    """One unfinished iteration. `finish` is called once, by whoever needs a result first.
 
-    def __init__(self, wait: Callable[[], None], finish: Callable[[], None]) -> None:
+    Attributes:
+        thread: which thread ran it.
+        settled: whether it is finished.
+        committed: whether what the graph computed is what has been taken, when it is finished.
+        abandon: gives up what has begun on the assumption that it will be.
+    """
+
+    def __init__(self, wait: Callable[[], None], finish: Callable[[], bool]) -> None:
+        self.thread = threading.get_ident()
+        self.settled = False
+        self.committed = False
+        self.abandon: Callable[[], None] = _nothing
         self._wait = wait
         self._finish = finish
+        self._owned: list[torch.Tensor] = []
         self._guarded: list[torch.Tensor] = []
-        self._settled = False
 
-    def guard(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Makes the use of these tensors wait."""
+    def guard(self, tensors: Iterable[torch.Tensor], unreachable: Iterable[torch.Tensor] = ()) -> None:
+        """Makes the use of these tensors wait; nobody gets at the `unreachable` ones without using others."""
         with _lock:
             _all.add(self)
             for tensor in tensors:
                 if id(tensor) not in _owners:
                     tensor.__class__ = _GUARDS[tensor.__class__]
-                    _owners[id(tensor)] = self
                     self._guarded.append(tensor)
+                    self._own(tensor)
+            for tensor in unreachable:
+                self._own(tensor)
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        if id(tensor) not in _owners:
+            _owners[id(tensor)] = self
+            self._owned.append(tensor)
+
+    def lift(self) -> None:
+        """Gives the tensors their own classes back: somebody else sees to it that their use waits."""
+        with _lock:
+            for tensor in self._guarded:
+                tensor.__class__ = _PLAIN[tensor.__class__]
+            self._guarded.clear()
 
     def settle(self) -> None:
         """Waits, takes the guards off, and finishes the iteration."""
         with _lock:
-            if self._settled:
+            if self.settled:
                 return
-            self._settled = True
-            self._wait()
-            for tensor in self._guarded:
-                tensor.__class__ = _PLAIN[tensor.__class__]
-                del _owners[id(tensor)]
-            self._guarded.clear()
-            _all.discard(self)
-            self._finish()
+            self.settled = True
+            with torch._C.DisableTorchFunction(), without_current_modes():  # of the next iteration's block
+                self._wait()
+                self.lift()
+                for tensor in self._owned:
+                    del _owners[id(tensor)]
+                self._owned.clear()
+                _all.discard(self)
+                self.committed = self._finish()
+
+
+def _nothing() -> None:
+    return None
+
+
+def is_pending(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to an unfinished iteration."""
+    return id(tensor) in _owners
 
 
 def guardable(tensor: torch.Tensor) -> bool:
@@ -62,10 +100,11 @@ def guardable(tensor: torch.Tensor) -> bool:
     return tensor.__class__ in _GUARDS
 
 
-def settle_all() -> None:
-    """Finishes every unfinished iteration."""
+def settle_all(but: Pending | None = None) -> None:
+    """Finishes every unfinished iteration, `but` one."""
     for pending in list(_all):
-        pending.settle()
+        if pending is not but:
+            pending.settle()
 
 
 def _settle(value: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -21,13 +21,20 @@ import torch
 
 from coexec._native import core
 from coexec._native.entry import EnteredNatively
-from coexec._private import WithoutModes, enter, is_exclusive, is_exposed, leave
+from coexec._private import (
+    WithoutModes,
+    enter,
+    is_exclusive,
+    is_exposed,
+    leave,
+)
 from coexec.location import locate
 from coexec.runners import random_state
 from coexec.runners.difference import difference
 from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.iteration import Iteration, Mismatch
 from coexec.runners.native import NativeRunner
+from coexec.runners.pending import Pending, is_pending
 from coexec.runners.placeholder import (
     Guard,
     Symbol,
@@ -36,7 +43,7 @@ from coexec.runners.placeholder import (
     realize,
 )
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
-from coexec.runners.results import Results, alive, publish, results_of
+from coexec.runners.results import Results, alive, announce, publish, results_of
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
@@ -53,7 +60,9 @@ class PythonRunner(EnteredNatively):
 
     `on_mismatch` is called with a `Mismatch` when the iteration leaves the graph. It has to make the
     iteration what eager execution would have made it, and returns how torch calls are answered from
-    then on. With `exclusive`, what is fed is copied unless nobody else can reach its memory.
+    then on. With `exclusive`, what is fed is copied unless nobody else can reach its memory. The iteration
+    `before` this one may be unfinished: it runs on while Python walks along the tensors that both use, and is
+    waited for when something else of it is used, and before this one is committed.
     """
 
     def __init__(
@@ -65,6 +74,7 @@ class PythonRunner(EnteredNatively):
         on_mismatch: Callable[[PythonRunner, Mismatch], Callable[..., Any]],
         lazy: bool,
         exclusive: bool,
+        before: Pending | None = None,
     ) -> None:
         super().__init__()
         self.skeleton = skeleton
@@ -80,7 +90,14 @@ class PythonRunner(EnteredNatively):
         self.restore_random_state = random_state.save(skeleton.generators)
         bound = [t for i in skeleton.bound if (t := captured[i]) is not None]
         native = isinstance(graph_runner, NativeRunner)
-        self.exclusive = exclusive and native and all(is_exclusive(t) for t in bound)
+        self._before = before
+        if before is not None:
+            before.abandon = self._abandon
+        self._outcome: Results | None = None
+        self._put_back: Callable[[], None] | None = None  # gradients that were announced
+        # What the iteration before holds was its own, and nobody has touched it since.
+        is_own = is_exclusive if before is None else _is_pending_or_exclusive
+        self.exclusive = exclusive and native and all(map(is_own, bound))
         self.graph_runner.begin(skeleton.program, bound, not lazy)
         self._walker: Any = None
         if isinstance(graph_runner, NativeRunner):
@@ -93,6 +110,7 @@ class PythonRunner(EnteredNatively):
                 graph_runner.watched,
                 self._check_memory,
             )
+            self._walker.run_ahead(before is not None)
 
     # --- torch calls ------------------------------------------------------------------------------
 
@@ -123,8 +141,48 @@ class PythonRunner(EnteredNatively):
         """Makes the iteration eager; placeholders are real tensors when this returns."""
         self._let_go()
         self._eager = _call  # if the replay raises, the rest of the block runs as it is
+        if self._put_back is not None:
+            self._put_back()
+        if self._before is not None:
+            self._abandon()
+            try:
+                self._settle_before()
+            except BaseException:
+                self.graph_runner.finish()
+                raise
         with torch._C.DisableTorchFunction():
             self._eager = self._on_mismatch(self, mismatch)
+
+    def _abandon(self) -> None:
+        self.graph_runner.cancel()
+        self.restore_random_state()
+
+    def catch_up(self) -> None:
+        """Waits for the iteration before this one.
+
+        Raises:
+            Mismatch: if it became an eager one, which this iteration did not expect.
+        """
+        before = self._before
+        if before is None:
+            return
+        if self._walker is not None:
+            self._walker.run_ahead(False)
+        self._settle_before()
+        if not before.committed:
+            raise Mismatch("CX0005", "the iteration before became an eager one")
+
+    def _settle_before(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            self._stalled(before.settle)
+
+    def _catch_up_for(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Waits for the iteration before if these tensors are its own, and not simply those that both use."""
+        if self._before is not None and any(
+            is_pending(t) and id(t) not in self.iteration.externals for t in tensors
+        ):
+            self.catch_up()
 
     def holds_symbol(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a placeholder is among the arguments of a call."""
@@ -139,7 +197,7 @@ class PythonRunner(EnteredNatively):
         super().__enter__()
         if self._walker is not None:
             self.lead(self._walker)
-        self._guard = Guard(lambda t: id(t) in self.iteration.symbols, self._bypassed)
+        self._guard = Guard(self._is_without_value, self._bypassed)
         enter(self._guard)
         self.entered = True
         return self
@@ -155,6 +213,11 @@ class PythonRunner(EnteredNatively):
         self._let_go()
         self.iteration = Iteration()
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the iteration before this one is unfinished."""
+        return self._before is not None
+
     def _let_go(self) -> None:
         if self._walker is not None:
             self.stall_s += self._walker.stall_s()
@@ -163,10 +226,21 @@ class PythonRunner(EnteredNatively):
             if self.entered:
                 self.lead(None)
 
+    def _is_without_value(self, tensor: torch.Tensor) -> bool:
+        """Whether an operation that no function mode saw would find nothing in a tensor."""
+        if self._before is not None and is_pending(tensor):
+            try:
+                self.catch_up()
+            except Mismatch as mismatch:
+                self.fall_back(mismatch)
+        return id(tensor) in self.iteration.symbols
+
     def _bypassed(self, function: Any) -> None:
         self.fall_back(Mismatch("CX0109", f"{function} does not pass through torch functions"))
 
     def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+        if self._before is not None:
+            self._catch_up_before(function, [*calls.tensors_in((args, kwargs))])
         if function == functions.GET_GRAD_FN:
             return self._grad_fn(args[0])
         if function in (functions.SET_GRAD, functions.DELETE_GRAD):
@@ -180,6 +254,12 @@ class PythonRunner(EnteredNatively):
         if functions.is_data(function, tensors, key):
             return function(*args, **kwargs)
         return self._event(function, tensors, numbers, key, location)
+
+    def _catch_up_before(self, function: Any, tensors: list[torch.Tensor]) -> None:
+        """Waits for the iteration before if a call needs what it will leave behind."""
+        if function in _NEEDS_STATE and any(is_pending(t) for t in tensors):
+            self.catch_up()
+        self._catch_up_for(tensors)
 
     def _passive(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function == functions.IS_LEAF and id(args[0]) in self.iteration.symbols:
@@ -205,6 +285,7 @@ class PythonRunner(EnteredNatively):
                 continue
             nearest = node
             if node.backward:
+                self.catch_up()  # it may have to add to gradients
                 self._check_hooks()
             if node.key == whole_key and fit(node.numbers, numbers):
                 chosen = self._alternative(node, tensors, numbers)
@@ -476,11 +557,12 @@ class PythonRunner(EnteredNatively):
             Mismatch: if the GraphRunner failed before it wrote anything.
         """
         interrupt: KeyboardInterrupt | None = None
-        results: Results | None = None
+        forgotten = False
         while True:
             try:
-                if results is None and self._stalled(self.graph_runner.wait_for_commit):
-                    results = self._results_of_iteration()  # while the GraphRunner commits
+                if not forgotten and self._stalled(self.graph_runner.wait_for_commit):
+                    forgotten = True  # while the GraphRunner commits
+                    self._outcome = self._outcome or self._find_results(announced=False)
                     self.forget()
                 self._stalled(self.graph_runner.wait)
                 break
@@ -490,12 +572,24 @@ class PythonRunner(EnteredNatively):
                 if self.graph_runner.committing():
                     raise
                 raise Mismatch("CX0005", str(e)) from e
-        publish(results or self._results_of_iteration(), self.graph_runner)
+        publish(self._outcome or self._find_results(announced=False), self.graph_runner)
         if interrupt is not None:
             raise interrupt
 
-    def _results_of_iteration(self) -> Results:
-        return results_of(self.iteration, self.skeleton, native=isinstance(self.graph_runner, NativeRunner))
+    def _find_results(self, *, announced: bool) -> Results:
+        native = isinstance(self.graph_runner, NativeRunner)
+        return results_of(self.iteration, self.skeleton, native=native, announced=announced)
+
+    def announce(self) -> list[torch.Tensor]:
+        """Sets gradients before they are computed; returns the placeholders that they are.
+
+        The iteration does not need its walker any more, and the next one may take it.
+        """
+        self._let_go()
+        self._outcome = self._find_results(announced=True)
+        self._put_back = announce(self._outcome)
+        announced = (*self._outcome.held.values(), *(p for _, _, p in self._outcome.plain))
+        return [t for t in announced if t is not None]
 
     def _stalled(self, wait: Callable[[], _T]) -> _T:
         began = time.perf_counter()
@@ -541,8 +635,15 @@ class PythonRunner(EnteredNatively):
         )
 
 
+def _is_pending_or_exclusive(tensor: torch.Tensor) -> bool:
+    return is_pending(tensor) or is_exclusive(tensor)
+
+
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     return function(*args, **kwargs)
 
 
 _PASSED_ON = functions.AMBIENT | functions.MARKS
+
+#: Calls that concern what an iteration leaves behind.
+_NEEDS_STATE = {functions.GET_GRAD_FN, functions.SET_GRAD, *functions.SET_REQUIRES_GRAD}

@@ -10,7 +10,8 @@ hands it over.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +32,10 @@ def _references(symbol: Symbol) -> int:
 
 #: What `_references` counts for a placeholder that only its symbol refers to.
 _NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_of(torch.empty(0)), None))
+
+
+#: What it counts for a placeholder that only `Results` refers to, while `publish` looks at it.
+_REFERENCES_OF_RESULTS = 3
 
 
 def alive(iteration: Iteration) -> list[Produced]:
@@ -70,18 +75,26 @@ class Results:
         values: outputs, in the order in which Python gets them.
         held: the placeholders of those that the program holds.
         gradients: tensors and what becomes their `.grad`: a tensor, one of `values`, or nothing.
-        plain: tensors and the registers that become their `.grad` as they are.
+        plain: tensors and the registers that become their `.grad` as they are, with the placeholders of these
+            if Python may have got them.
     """
 
-    values: dict[Produced, _Value] = field(default_factory=dict)
-    held: dict[Produced, torch.Tensor] = field(default_factory=dict)
-    gradients: list[tuple[torch.Tensor, torch.Tensor | Produced | None]] = field(default_factory=list)
-    plain: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    values: dict[Produced, _Value]
+    held: dict[Produced, torch.Tensor]
+    gradients: list[tuple[torch.Tensor, torch.Tensor | Produced | None]]
+    plain: list[tuple[torch.Tensor, int, torch.Tensor | None]]
 
 
-def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool) -> Results:
-    """Finds out what Python will get of an iteration; `native` tells whether C++ may hand gradients over."""
-    it, results = iteration, Results()
+def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool, announced: bool) -> Results:
+    """Finds out what Python will get of an iteration.
+
+    Args:
+        iteration: the iteration, which is valid.
+        skeleton: its plan.
+        native: whether C++ may hand gradients over.
+        announced: whether `announce` will be called.
+    """
+    it, results = iteration, Results({}, {}, [], [])
     for binding in it.alive:
         results.held[binding] = it.symbol_of(binding).tensor
         results.values[binding] = _value(it, skeleton, binding)
@@ -91,15 +104,44 @@ def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool) -> Res
         if isinstance(leaf, Produced) and it.symbol_of(leaf).binding not in results.held:
             continue  # nobody refers to the leaf any more
         if isinstance(value, Produced):
-            value = it.symbol_of(value).binding
+            symbol = it.symbol_of(value)
+            value = symbol.binding
             register = skeleton.plain.get((value.event, value.output))
-            if register is not None and value not in results.held and native:
-                results.plain.append((target, register))
+            plain = native and register is not None and value not in results.held
+            if plain and not isinstance(leaf, Produced):
+                assert register is not None
+                results.plain.append((target, register, symbol.tensor if announced else None))
                 continue
             if value not in results.values:
                 results.values[value] = _value(it, skeleton, value)
+            if announced:
+                results.held[value] = symbol.tensor
         results.gradients.append((target, value))
     return results
+
+
+def announce(results: Results) -> Callable[[], None]:
+    """Sets gradients before they are computed: Python gets placeholders, which `publish` makes real.
+
+    Returns:
+        A function that puts back what was there.
+    """
+    placeholders = {id(t) for t in results.held.values()}
+    targets: list[torch.Tensor] = []
+    gradients: list[torch.Tensor | None] = []
+    for target, gradient in results.gradients:
+        if id(target) not in placeholders:
+            targets.append(target)
+            gradients.append(results.held[gradient] if isinstance(gradient, Produced) else gradient)
+    for target, _, placeholder in results.plain:
+        targets.append(target)
+        gradients.append(placeholder)
+    before = core.announce_gradients(targets, gradients)
+
+    def put_back() -> None:
+        core.announce_gradients(targets, before)
+
+    return put_back
 
 
 def _value(iteration: Iteration, skeleton: Skeleton, binding: Produced) -> _Value:
@@ -125,10 +167,19 @@ def publish(results: Results, graph_runner: GraphRunner) -> None:
             real[binding] = tensor
     for target, gradient in results.gradients:
         target.grad = real[gradient] if isinstance(gradient, Produced) else gradient
-    if results.plain:
+    tensors, registers, made = [], [], set()
+    for target, register, placeholder in results.plain:
+        if placeholder is None or sys.getrefcount(placeholder) <= _REFERENCES_OF_RESULTS:
+            tensors.append(target)
+            registers.append(register)
+        else:  # somebody holds it, or it is the gradient of several
+            if id(placeholder) not in made:
+                realize(placeholder, core.alias_of(graph_runner.value(register)))
+                made.add(id(placeholder))
+            target.grad = placeholder
+    if tensors:
         assert isinstance(graph_runner, NativeRunner)
-        tensors, registers = zip(*results.plain, strict=True)
-        core.set_gradients(graph_runner.core, list(tensors), list(registers))
+        core.set_gradients(graph_runner.core, tensors, registers)
 
 
 def _share(a: torch.Tensor, b: torch.Tensor | None) -> bool:

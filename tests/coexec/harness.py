@@ -48,8 +48,12 @@ class Observed:
     random: Any
 
 
-def run(make, step, steps, tape):
-    """Runs `steps` steps; exceptions that leave a step are observed, and training goes on."""
+def run(make, step, steps, tape, every=1):
+    """Runs `steps` steps; exceptions that leave a step are observed, and training goes on.
+
+    Everything that can be observed is, after each step or after `every` so many: looking at tensors waits for
+    them, so between two looks the program runs as it would alone.
+    """
     torch.manual_seed(0)
     np.random.seed(0)
     state = make()
@@ -61,6 +65,9 @@ def run(make, step, steps, tape):
                 returned = step(state, k, tape)
             except BaseException as e:
                 raised = (type(e).__name__, str(e))
+        if (k + 1) % every and k + 1 < steps:
+            seen.append(Observed(printed.getvalue(), None, raised, None, torch.get_rng_state().numpy().tobytes()))
+            continue
         walk = _Walk()
         seen.append(
             Observed(
@@ -75,7 +82,7 @@ def run(make, step, steps, tape):
     return seen
 
 
-def compare(make, step, steps, *, programs=None, **options):
+def compare(make, step, steps, *, programs=None, every=1, **options):
     """Compares a program under co-execution with eager, step by step.
 
     Args:
@@ -83,15 +90,16 @@ def compare(make, step, steps, *, programs=None, **options):
         step: `step(state, k, tape)`.
         steps: how many.
         programs: how many places (or keys) the program has, to be returned; None for one.
+        every: after how many steps everything is looked at.
         options: of `GradientTape`.
 
     Returns:
         The program's report; a tuple of reports for several.
     """
     coexec.reset()
-    eager = run(make, step, steps, eager_tape)
+    eager = run(make, step, steps, eager_tape, every)
     options = {"check": True, **options}
-    mine = run(make, step, steps, functools.partial(coexec.GradientTape, **options))
+    mine = run(make, step, steps, functools.partial(coexec.GradientTape, **options), every)
     for k, (a, b) in enumerate(zip(eager, mine, strict=True)):
         for what in ("raised", "printed", "returned", "state", "random"):
             x, y = getattr(a, what), getattr(b, what)

@@ -46,6 +46,9 @@ def main():
     parser.add_argument("--seeds", type=int, help="how many searches at most (default: no limit)")
     parser.add_argument("--examples", type=int, default=100, help="programs a search (default: 100)")
     parser.add_argument("--mode", default="coexec", choices=["coexec", "lazy"], help="(default: coexec)")
+    parser.add_argument(
+        "--ahead", action="store_true", help="leave blocks without waiting, and look at every fourth step only"
+    )
     parser.add_argument("--out", type=Path, default=Path("fuzz.json"), help="record (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -54,7 +57,8 @@ def main():
     while time.monotonic() - start < 60 * options.minutes:
         if options.seeds is not None and number >= options.first_seed + options.seeds:
             break
-        failed = search(number, options.examples, mode=options.mode)
+        ahead = {"synchronous": False, "every": 4} if options.ahead else {}
+        failed = search(number, options.examples, mode=options.mode, **ahead)
         if failed:
             message, source = failed
             path = options.out.with_name(f"failure_{number}.py")
@@ -68,6 +72,7 @@ def main():
             "minutes": (time.monotonic() - start) / 60,
             "seeds": [options.first_seed, number - 1],
             "mode": options.mode,
+            "ahead": options.ahead,
             "programs": tally.programs,
             "summary": str(tally),
             "failures": failures,

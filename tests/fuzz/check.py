@@ -33,8 +33,8 @@ class Tally:
 tally = Tally()
 
 
-def check(program: Generated, **options) -> None:
-    """Compare a program under co-execution with eager, step by step.
+def check(program: Generated, *, every: int = 1, **options) -> None:
+    """Compare a program under co-execution with eager, after each step or after `every` so many.
 
     Raises:
         AssertionError: if anything differs; its message names the step, what differs, and the phases.
@@ -43,8 +43,8 @@ def check(program: Generated, **options) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         coexec.reset()
-        eager = run(make, step, STEPS, eager_tape)
-        ours = run(make, step, STEPS, functools.partial(coexec.GradientTape, **options))
+        eager = run(make, step, STEPS, eager_tape, every)
+        ours = run(make, step, STEPS, functools.partial(coexec.GradientTape, **options), every)
     explanation = coexec.explain()
     for k, (a, b) in enumerate(zip(eager, ours, strict=True)):
         for what in ("raised", "printed", "returned", "state", "random"):
