@@ -28,7 +28,8 @@ class Options:
         mode: `coexec` runs both runners at once; `lazy` starts the GraphRunner only when Python
             looks at a value or the block ends; `eager` leaves the program alone.
         synchronous: whether leaving the block waits until the GraphRunner is done. If not, the next
-            use of a tensor that the iteration reads or writes waits, and so does the next tape.
+            use of a tensor that the iteration reads or writes waits, and the program's next iteration
+            begins while this one is computed.
         background: whether a program goes on with `aten` while another process compiles blocks for
             `inductor`; if not, it waits. Blocks that are on disk already are used at once.
         check: whether the verifiers run after every step that makes a structure.
