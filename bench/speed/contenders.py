@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -14,9 +14,12 @@ from bench.modes import EXECUTORS, Executor, Mode, Run, called_models, compile_t
 from bench.program import Preset, Training, device_of
 from bench.programs import PROGRAMS
 
-SpeedMode = Literal["eager", "coexec", "lazy", "compile:default", "compile:max-autotune"]
+SpeedMode = Literal[
+    "eager", "coexec", "coexec:asynchronous", "lazy", "compile:default", "compile:max-autotune"
+]
 # What compiles longest comes last: when time is short, it is what has none.
-SPEED_MODES: tuple[SpeedMode, ...] = ("eager", "coexec", "lazy", "compile:default", "compile:max-autotune")
+SPEED_MODES: tuple[SpeedMode, ...] = get_args(SpeedMode)
+_WITH_GRAPH = ("coexec", "coexec:asynchronous", "lazy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +56,24 @@ def contenders(program: str, modes: Sequence[SpeedMode], executors: Sequence[Exe
         for executor in EXECUTORS
         if executor in executors
         for mode in SPEED_MODES
-        if mode in modes and mode in ("coexec", "lazy")
+        if mode in modes and mode in _WITH_GRAPH
     ]
-    others = [Contender(program, m, None) for m in SPEED_MODES if m in modes and m not in ("coexec", "lazy")]
+    others = [Contender(program, m, None) for m in SPEED_MODES if m in modes and m not in _WITH_GRAPH]
     return [*others[:1], *with_graph, *others[1:]]
 
 
 def start(contender: Contender, setup: Setup) -> Run:
     """Build the run, and let what its mode needs be compiled when it is first called."""
     mode: Mode = "eager"
-    if contender.mode == "coexec" or contender.mode == "lazy":
-        mode = contender.mode
+    if contender.mode in _WITH_GRAPH:
+        mode = "lazy" if contender.mode == "lazy" else "coexec"
     run = start_run(
         PROGRAMS[contender.program],
         mode,
         executor=contender.executor or "aten",
         seed=setup.seed,
         preset=setup.preset,
+        synchronous=contender.mode != "coexec:asynchronous",
     )
     if setup.channels_last:
         run.training.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

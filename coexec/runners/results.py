@@ -34,8 +34,19 @@ def _references(symbol: Symbol) -> int:
 _NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_of(torch.empty(0)), None))
 
 
-#: What it counts for a placeholder that only `Results` refers to, while `publish` looks at it.
-_REFERENCES_OF_RESULTS = 3
+def _references_of_gradient() -> int:
+    """What a loop counts for a placeholder that is a gradient, and that only `Results` refers to besides."""
+    leaf = torch.empty(0)
+    if core is None:
+        return 0
+    plain = [(leaf, torch.empty(0))]
+    core.announce_gradients([leaf], [plain[0][1]])
+    for _, placeholder in plain:
+        count = sys.getrefcount(placeholder)
+    return count
+
+
+_REFERENCES_OF_GRADIENT = _references_of_gradient()
 
 
 def alive(iteration: Iteration) -> list[Produced]:
@@ -169,7 +180,7 @@ def publish(results: Results, graph_runner: GraphRunner) -> None:
         target.grad = real[gradient] if isinstance(gradient, Produced) else gradient
     tensors, registers, made = [], [], set()
     for target, register, placeholder in results.plain:
-        if placeholder is None or sys.getrefcount(placeholder) <= _REFERENCES_OF_RESULTS:
+        if placeholder is None or sys.getrefcount(placeholder) <= _REFERENCES_OF_GRADIENT:
             tensors.append(target)
             registers.append(register)
         else:  # somebody holds it, or it is the gradient of several

@@ -52,8 +52,10 @@ def test_each_mode_with_a_graph_runs_with_each_executor_and_the_dearest_to_compi
     assert [c.title for c in entered] == [
         "eager",
         "coexec (aten)",
+        "coexec:asynchronous (aten)",
         "lazy (aten)",
         "coexec (inductor)",
+        "coexec:asynchronous (inductor)",
         "lazy (inductor)",
         "compile:default",
         "compile:max-autotune",
@@ -169,7 +171,10 @@ def test_amp_computes_in_bfloat16_and_returns_float32():
     ("arguments", "message"),
     [
         (["--programs", "digit"], "'digit' is not a program; choose from digits,"),
-        (["--modes", "compile"], "'compile' is not a mode; choose from eager,coexec,lazy,compile:default,"),
+        (
+            ["--modes", "compile"],
+            "'compile' is not a mode; choose from eager,coexec,coexec:asynchronous,",
+        ),
         (["--executors", "tvm"], "'tvm' is not an executor; choose from aten,inductor"),
         (["--budget", "0"], "'0' is not a whole number of at least 1"),
     ],

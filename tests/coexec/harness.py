@@ -66,7 +66,9 @@ def run(make, step, steps, tape, every=1):
             except BaseException as e:
                 raised = (type(e).__name__, str(e))
         if (k + 1) % every and k + 1 < steps:
-            seen.append(Observed(printed.getvalue(), None, raised, None, torch.get_rng_state().numpy().tobytes()))
+            seen.append(
+                Observed(printed.getvalue(), None, raised, None, torch.get_rng_state().numpy().tobytes())
+            )
             continue
         walk = _Walk()
         seen.append(

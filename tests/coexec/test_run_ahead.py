@@ -46,7 +46,9 @@ compare_ahead = functools.partial(compare, synchronous=False, every=4)
 def network(optimizer=torch.optim.SGD, **options):
     def make():
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 2))
-        return SimpleNamespace(model=model, optimizer=optimizer(model.parameters(), lr=0.05, **options), log=[])
+        return SimpleNamespace(
+            model=model, optimizer=optimizer(model.parameters(), lr=0.05, **options), log=[]
+        )
 
     return make
 

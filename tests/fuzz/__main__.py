@@ -47,7 +47,9 @@ def main():
     parser.add_argument("--examples", type=int, default=100, help="programs a search (default: 100)")
     parser.add_argument("--mode", default="coexec", choices=["coexec", "lazy"], help="(default: coexec)")
     parser.add_argument(
-        "--ahead", action="store_true", help="leave blocks without waiting, and look at every fourth step only"
+        "--ahead",
+        action="store_true",
+        help="leave blocks without waiting, and look at every fourth step only",
     )
     parser.add_argument("--out", type=Path, default=Path("fuzz.json"), help="record (default: %(default)s)")
     options = parser.parse_args()
