@@ -85,7 +85,8 @@ class ProgramState:
     phase: Phase = Phase.TRACING
     identities: Identities = field(default_factory=Identities)
     updates: Updates = field(default_factory=Updates)
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace = field(default_factory=Pace)  # call by call, or eagerly
+    start: Pace = field(default_factory=Pace)  # of the GraphRunner: at once, or when Python waits
     traces: list[Trace] = field(default_factory=list)
     graph: TraceGraph | None = None
     skeleton: Skeleton | None = None
@@ -247,7 +248,7 @@ class ProgramState:
     def _ran_without_a_graph(self, seconds: float, *, eager: bool) -> None:
         self._dynamic_s += seconds
         self._until_retry -= 1
-        if self.pace.took(seconds, eager=eager):
+        if self.pace.took(seconds, other=eager):
             self.note(cause("CX0120", "as measured by turns", self.key))
 
     def note(self, why: Cause) -> None:
@@ -320,6 +321,7 @@ class ProgramState:
             self.note(cause("CX0201", why_aten, self.key))
         self.skeleton = make_skeleton(graph, program)
         self._captured = self.identities.references(graph.captured)
+        self.start = Pace()
         self.dynamic_cause = None
         self.compile_s.append(time.perf_counter() - began)
         self._move_to(Phase.COEXECUTION)

@@ -6,6 +6,7 @@ Out: the step's effects, equal to eager's.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -35,6 +36,8 @@ from coexec.tracer.mode import TracingMode
 from coexec.tracer.recorder import Recorder
 
 _active = threading.local()
+
+log = logging.getLogger(__name__)
 
 
 class GradientTape:
@@ -175,7 +178,7 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
     state.running = True
     before = state.pending
     if state.phase is Phase.DYNAMIC and not state.tries_tracing():
-        if state.pace.next_is_eager() and not torch.cuda.is_initialized():  # a GPU's time is not Python's
+        if state.pace.next_is_other() and not torch.cuda.is_initialized():  # a GPU's time is not Python's
             return _EagerSession(state)
         return _DynamicSession(state, options)
     if state.phase is Phase.COEXECUTION:
@@ -201,6 +204,11 @@ def _may_run_ahead(state: ProgramState, options: Options) -> bool:
         and options.mode == "coexec"
         and not foreign_modes()
     )
+
+
+def _chooses_start() -> bool:
+    """Whether iterations may differ in when the GraphRunner starts, to see which way is faster."""
+    return active_profile() is None and not torch.cuda.is_initialized()  # a GPU's time is not Python's
 
 
 class _Session:
@@ -325,6 +333,8 @@ class _CoexecutionSession(_Session):
         self._pending: Pending | None = None
         self._cause: Cause | None = None
         self._asynchronous = not options.synchronous and options.mode == "coexec"
+        self._may_choose = options.synchronous and options.mode == "coexec" and _chooses_start()
+        self._starts_late = options.mode == "lazy" or (self._may_choose and state.start.next_is_other())
         self._began = time.perf_counter()
         self._seconds = 0.0  # of Python in the block and its ends
         self._graph_runner = state.idle_graph_runner
@@ -337,7 +347,7 @@ class _CoexecutionSession(_Session):
             captured,
             frame,
             self._on_mismatch,
-            lazy=options.mode == "lazy",
+            lazy=self._starts_late,
             exclusive=self._asynchronous,
             before=before,
         )
@@ -475,6 +485,8 @@ class _CoexecutionSession(_Session):
             return False
         state.steps["co-execution"] += 1
         self._seconds += time.perf_counter() - self._began
+        if self._may_choose and state.start.took(self._seconds, other=self._starts_late):
+            log.info("%s: iteration %d: the GraphRunner starts when Python waits", state.key, state.iteration)
         self._record_times(self._seconds, self._graph_times, self._graph_runner.times(), self.runner.stall_s)
         state.coexecuted()
         return True

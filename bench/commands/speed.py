@@ -3,7 +3,8 @@
 Each program and mode has a process of its own, in which it warms up. Then the modes of a program take
 turns: in every round each takes the same steps, in an order that rotates. Speeds are eager's median over a
 mode's, of the rounds' mean step times: above 1 is faster than eager. torch.compile is applied to the models
-and to the optimizers' steps. Whether results equal eager's is what `compare` and `coverage` say.
+and to the optimizers' steps. `coexec:asynchronous` leaves blocks without waiting. Whether results equal
+eager's is what `compare` and `coverage` say.
 
 Compilers keep their work on disk: `--prepare` compiles everything and measures nothing, with which a second
 run fits its budget. What is not ready in time, or fails, has its error in the record.

@@ -21,13 +21,7 @@ import torch
 
 from coexec._native import core
 from coexec._native.entry import EnteredNatively
-from coexec._private import (
-    WithoutModes,
-    enter,
-    is_exclusive,
-    is_exposed,
-    leave,
-)
+from coexec._private import WithoutModes, enter, is_exclusive, is_exposed, leave
 from coexec.location import locate
 from coexec.runners import random_state
 from coexec.runners.difference import difference
@@ -177,13 +171,6 @@ class PythonRunner(EnteredNatively):
         if before is not None:
             self._stalled(before.settle)
 
-    def _catch_up_for(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Waits for the iteration before if these tensors are its own, and not simply those that both use."""
-        if self._before is not None and any(
-            is_pending(t) and id(t) not in self.iteration.externals for t in tensors
-        ):
-            self.catch_up()
-
     def holds_symbol(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a placeholder is among the arguments of a call."""
         return any(id(t) in self.iteration.symbols for t in calls.tensors_in(arguments))
@@ -240,7 +227,7 @@ class PythonRunner(EnteredNatively):
 
     def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
         if self._before is not None:
-            self._catch_up_before(function, [*calls.tensors_in((args, kwargs))])
+            self._catch_up_before(function, calls.tensors_in((args, kwargs)))
         if function == functions.GET_GRAD_FN:
             return self._grad_fn(args[0])
         if function in (functions.SET_GRAD, functions.DELETE_GRAD):
@@ -255,11 +242,11 @@ class PythonRunner(EnteredNatively):
             return function(*args, **kwargs)
         return self._event(function, tensors, numbers, key, location)
 
-    def _catch_up_before(self, function: Any, tensors: list[torch.Tensor]) -> None:
-        """Waits for the iteration before if a call needs what it will leave behind."""
-        if function in _NEEDS_STATE and any(is_pending(t) for t in tensors):
+    def _catch_up_before(self, function: Any, tensors: Iterable[torch.Tensor]) -> None:
+        """Waits for the iteration before if a call needs more of it than the tensors that both use."""
+        known = () if function in _NEEDS_STATE else self.iteration.externals
+        if any(is_pending(t) and id(t) not in known for t in tensors):
             self.catch_up()
-        self._catch_up_for(tensors)
 
     def _passive(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function == functions.IS_LEAF and id(args[0]) in self.iteration.symbols:

@@ -65,12 +65,7 @@ def run(make, step, steps, tape, every=1):
                 returned = step(state, k, tape)
             except BaseException as e:
                 raised = (type(e).__name__, str(e))
-        if (k + 1) % every and k + 1 < steps:
-            seen.append(
-                Observed(printed.getvalue(), None, raised, None, torch.get_rng_state().numpy().tobytes())
-            )
-            continue
-        walk = _Walk()
+        walk = (lambda value: None) if (k + 1) % every and k + 1 < steps else _Walk()
         seen.append(
             Observed(
                 printed.getvalue(),

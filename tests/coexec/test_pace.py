@@ -1,4 +1,4 @@
-"""A program runs call by call only while that is faster than eager execution."""
+"""Of two ways in which a program can run, the faster one is kept."""
 
 from __future__ import annotations
 
@@ -7,64 +7,92 @@ import torch
 
 from coexec import pace
 from coexec._native import core
-from coexec.pace import FIRST_STAY, LAST_STAY, TIMED, TIMED_EAGER, Pace
-from tests.coexec.harness import compare, linear, train
+from coexec.pace import FIRST_STAY, LAST_STAY, TIMED, TIMED_OTHER, Pace
+from coexec.runners.python_runner import PythonRunner
+from tests.coexec.harness import coexecuted, compare, linear, train
+
+took = Pace.took
 
 
 def run(measured, seconds, iterations):
-    """The ways, eager or not, that iterations are run in which take `seconds(eager)`."""
+    """The ways, the other one or not, that iterations are run in which take `seconds(other)`."""
     ways = []
     for _ in range(iterations):
-        eager = measured.next_is_eager()
-        measured.took(seconds(eager), eager=eager)
-        ways.append(eager)
+        other = measured.next_is_other()
+        measured.took(seconds(other), other=other)
+        ways.append(other)
     return ways
 
 
 def test_the_faster_way_is_kept_until_both_are_measured_again():
     measured = Pace()
 
-    ways = run(measured, lambda eager: 1.0 if eager else 2.0, TIMED + TIMED_EAGER + FIRST_STAY + 1)
+    ways = run(measured, lambda other: 1.0 if other else 2.0, TIMED + TIMED_OTHER + FIRST_STAY + 1)
 
     assert ways[:TIMED] == [False] * TIMED
-    assert ways[TIMED:-1] == [True] * (TIMED_EAGER + FIRST_STAY)
-    assert ways[-1] is False, "the dynamic phase is measured again"
+    assert ways[TIMED:-1] == [True] * (TIMED_OTHER + FIRST_STAY)
+    assert ways[-1] is False, "the usual way is measured again"
 
 
-def test_a_dynamic_phase_that_is_faster_goes_on():
+def test_a_usual_way_that_is_faster_goes_on():
     measured = Pace()
 
-    ways = run(measured, lambda eager: 2.0 if eager else 1.0, 5_000)
+    ways = run(measured, lambda other: 2.0 if other else 1.0, 5_000)
 
-    assert sum(ways) <= 6 * TIMED_EAGER
+    assert sum(ways) <= 6 * TIMED_OTHER
 
 
 def test_what_wins_again_is_kept_for_longer_up_to_a_limit():
     measured = Pace()
     stays = []
     for _ in range(12):
-        run(measured, lambda eager: 1.0 if eager else 2.0, TIMED + TIMED_EAGER)
+        run(measured, lambda other: 1.0 if other else 2.0, TIMED + TIMED_OTHER)
         stays.append(measured.stay)
-        run(measured, lambda eager: 1.0 if eager else 2.0, measured.stay)
+        run(measured, lambda other: 1.0 if other else 2.0, measured.stay)
 
     assert stays[:3] == [FIRST_STAY, 2 * FIRST_STAY, 4 * FIRST_STAY]
     assert stays[-1] == LAST_STAY
 
 
-def test_the_news_that_eager_is_faster_is_told_once():
+def test_the_news_that_the_other_way_is_faster_is_told_once():
     measured = Pace()
     told = 0
     for _ in range(5_000):
-        eager = measured.next_is_eager()
-        told += measured.took(1.0 if eager else 2.0, eager=eager)
+        other = measured.next_is_other()
+        told += measured.took(1.0 if other else 2.0, other=other)
 
     assert told == 1
+
+
+def test_the_graph_runner_starts_when_python_waits_if_that_is_faster(monkeypatch):
+    late = []
+    original = PythonRunner.__init__
+
+    def make(self, *args, lazy, **kwargs):
+        late.append(lazy)
+        original(self, *args, lazy=lazy, **kwargs)
+
+    monkeypatch.setattr(PythonRunner, "__init__", make)
+    monkeypatch.setattr(
+        Pace, "took", lambda self, seconds, other: took(self, 1.0 if other else 2.0, other=other)
+    )
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, s.model(x).pow(2).mean())
+
+    report = compare(linear, step, TIMED + TIMED_OTHER + 20)
+
+    coexecuted(report, TIMED + TIMED_OTHER + 10)
+    assert late[:TIMED] == [False] * TIMED
+    assert all(late[TIMED:])
 
 
 @pytest.mark.skipif(core is None, reason="the native core is not built")
 def test_a_program_goes_from_one_way_to_the_other_with_eagers_results(monkeypatch):
     monkeypatch.setattr(pace, "TIMED", 4)
-    monkeypatch.setattr(pace, "TIMED_EAGER", 2)
+    monkeypatch.setattr(pace, "TIMED_OTHER", 2)
     monkeypatch.setattr(pace, "FIRST_STAY", 3)
 
     def step(s, k, tape):

@@ -49,7 +49,7 @@ def main():
     parser.add_argument(
         "--ahead",
         action="store_true",
-        help="leave blocks without waiting, and look at every fourth step only",
+        help="leave blocks without waiting, and look at every fourth step",
     )
     parser.add_argument("--out", type=Path, default=Path("fuzz.json"), help="record (default: %(default)s)")
     options = parser.parse_args()
