@@ -12,6 +12,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <unordered_set>
 
 #if defined(__SSE__) || defined(_M_X64)
 #include <xmmintrin.h>
@@ -331,6 +332,7 @@ void Runner::execute() {
         break;
       }
       case Opcode::Commit: {
+        check_deferred();
         {
           std::unique_lock<std::mutex> lock(mutex_);
           auto t = Clock::now();
@@ -359,6 +361,19 @@ void Runner::execute() {
     for (int64_t reg : instruction.release) registers_[reg] = c10::IValue();
     pc = next;
     if (cancelled_) throw Cancelled{};
+  }
+}
+
+void Runner::check_deferred() const {
+  std::unordered_set<int64_t> defined;
+  for (const Instruction* deferred : deferred_) {
+    if (deferred->when == When::CommitLast) continue;
+    for (const Argument& argument : deferred->arguments) {
+      bool empty = argument.kind == Argument::Kind::Register && registers_[argument.reg].isNone();
+      TORCH_CHECK(!empty || defined.count(argument.reg), deferred->op->schema().name(), " (from ", deferred->where,
+                  ") would read a value of another path at the commit");
+    }
+    for (int64_t out : deferred->outs) defined.insert(out);
   }
 }
 

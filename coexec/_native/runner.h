@@ -88,6 +88,7 @@ class Runner {
 
   void start_locked();
   void execute();
+  void check_deferred() const;  // what is put off to the commit has its values: it must not fail half way
   void call(const Instruction& instruction);
   void compiled(const Instruction& instruction);
 
