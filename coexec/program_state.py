@@ -108,7 +108,6 @@ class ProgramState:
     python_stall_ms: deque[float] = field(default_factory=_samples)
     running: bool = False
     pending: Pending | None = None  # an iteration that Python has left, and that is not finished
-    pending_on: GraphRunner | None = None  # what executes it
     _captured: tuple[Callable[[], torch.Tensor | None], ...] = ()
     _compilation: Compilation | None = None
     _graph_runner: GraphRunner | None = None
@@ -139,7 +138,7 @@ class ProgramState:
     @property
     def idle_graph_runner(self) -> GraphRunner:
         """One that no unfinished iteration uses."""
-        if self.pending is None or self._graph_runner is not self.pending_on:
+        if self.pending is None or self.pending.graph_runner is not self._graph_runner:
             return self.graph_runner
         assert isinstance(self._graph_runner, NativeRunner)
         if self._second_graph_runner is None:

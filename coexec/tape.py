@@ -87,9 +87,7 @@ class GradientTape:
             frame = sys._getframe(1)
             state = state_of(frame, self._key, self._options)
             profile = active_profile()
-            settle_all(
-                but=state.pending if profile is None and _may_run_ahead(state, self._options) else None
-            )
+            settle_all(but=state.pending if _may_run_ahead(state, self._options) else None)
             self._profiled = None if profile is None else profile.begin(state)
             self._session = _begin(state, frame, self._options)
         _active.depth = getattr(_active, "depth", 0) + 1
@@ -202,6 +200,7 @@ def _may_run_ahead(state: ProgramState, options: Options) -> bool:
         and not state.compiling
         and not options.synchronous
         and options.mode == "coexec"
+        and active_profile() is None
         and not foreign_modes()
     )
 
@@ -218,6 +217,7 @@ class _Session:
 
     def __init__(self, state: ProgramState) -> None:
         self.state = state
+        self._began = time.perf_counter()
 
     def end(self, error: BaseException | None) -> None:
         """Ends the iteration; `error` is what leaves the block."""
@@ -270,10 +270,6 @@ class _EagerSession(_Session):
 
     phase = Phase.EAGER.value
 
-    def __init__(self, state: ProgramState) -> None:
-        super().__init__(state)
-        self._began = time.perf_counter()
-
     def end(self, error: BaseException | None) -> None:
         self.state.running = False
         self.state.steps["eager"] += 1
@@ -287,7 +283,6 @@ class _DynamicSession(_Session):
 
     def __init__(self, state: ProgramState, options: Options) -> None:
         super().__init__(state)
-        self._began = time.perf_counter()
         self._queue = state.table.queue
         self._queue_times = tuple(self._queue.times())
         self._sent = state.table.sender.count()
@@ -335,7 +330,6 @@ class _CoexecutionSession(_Session):
         self._asynchronous = not options.synchronous and options.mode == "coexec"
         self._may_choose = options.synchronous and options.mode == "coexec" and _chooses_start()
         self._starts_late = options.mode == "lazy" or (self._may_choose and state.start.next_is_other())
-        self._began = time.perf_counter()
         self._seconds = 0.0  # of Python in the block and its ends
         self._graph_runner = state.idle_graph_runner
         self._graph_times = tuple(self._graph_runner.times())
@@ -362,11 +356,7 @@ class _CoexecutionSession(_Session):
 
     def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Python is about to do something that no torch function shows."""
-        if self.runner.runs_ahead and not self.runner.fell_back:
-            try:
-                self.runner.catch_up()
-            except Mismatch as mismatch:
-                self._give_up(mismatch)
+        self.runner.catch_up_or_fall_back()
         if kind is Watched.RANDOM:
             self._give_up(Mismatch("CX0118", name))
             assert self._recorder is not None
@@ -416,8 +406,8 @@ class _CoexecutionSession(_Session):
             if error is not None:
                 self._recorder.fail("CX0002", type(error).__name__)
             self._fell_back()
-        elif self._may_go_on() and self._graph_runner.wait_for_draws():
-            self._go_on()
+        elif self._asynchronous and self._may_go_on(bound := self.runner.bound()):
+            self._go_on(bound)
         else:
             self._finish()
         if late is not None:
@@ -447,25 +437,25 @@ class _CoexecutionSession(_Session):
         if self._cause is not None:
             self.state.note(self._cause)
 
-    def _may_go_on(self) -> bool:
-        """Whether Python can leave the block before the GraphRunner is done."""
-        bound = self.runner.bound()
-        return self._asynchronous and self.runner.exclusive and all(guardable(t) for t in bound)
+    def _may_go_on(self, bound: list[torch.Tensor]) -> bool:
+        """Whether Python can leave the block before the GraphRunner is done, and has a reason to."""
+        if not self.runner.exclusive or not all(guardable(t) for t in bound):
+            return False
+        return self._graph_runner.wait_for_draws()
 
-    def _go_on(self) -> None:
-        """Python leaves the block; whoever uses a result first waits."""
+    def _go_on(self, bound: list[torch.Tensor]) -> None:
+        """Python leaves the block; whoever uses one of these tensors, or a result, first waits."""
         state = self.state
         self._ended()
-        self._pending = Pending(self._graph_runner.join, self._finish)
-        self._pending.guard([*self.runner.bound(), *self.runner.held()], self.runner.announce())
-        state.pending, state.pending_on = self._pending, self._graph_runner
+        self._pending = state.pending = Pending(self._graph_runner, self._finish)
+        self._pending.guard([*bound, *self.runner.held()], self.runner.announce())
         self._seconds += time.perf_counter() - self._began
 
     def _finish(self) -> bool:
         """Waits for the GraphRunner, and gives Python the results; returns whether these are the graph's."""
         state = self.state
         if self._pending is not None:
-            state.pending = state.pending_on = None
+            state.pending = None
             self._began = time.perf_counter()
         try:
             self.runner.complete()

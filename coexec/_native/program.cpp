@@ -4,6 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <algorithm>
+
 namespace py = pybind11;
 
 namespace coexec {
@@ -23,6 +25,11 @@ bool is_tensor_type(const c10::TypePtr& type) {
 }
 
 }  // namespace
+
+bool Argument::reads(const std::function<bool(int64_t)>& matches) const {
+  if (kind == Kind::Register) return matches(reg);
+  return std::any_of(elements.begin(), elements.end(), [&](const Argument& e) { return e.reads(matches); });
+}
 
 c10::IValue Argument::resolve(const std::vector<c10::IValue>& registers) const {
   switch (kind) {
@@ -136,6 +143,7 @@ std::shared_ptr<Program> make_program(
   for (const auto& d : instructions) program->instructions.push_back(parse_instruction(d.cast<py::dict>()));
   for (size_t pc = 0; pc < program->instructions.size(); ++pc) {
     const Instruction& instruction = program->instructions[pc];
+    program->branches |= instruction.opcode == Opcode::Switch;
     if (instruction.draws) program->draws_until = instruction.when == When::Now ? pc + 1 : program->instructions.size();
   }
   return program;

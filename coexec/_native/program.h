@@ -9,6 +9,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,6 +27,7 @@ struct Argument {
   std::vector<Argument> elements;  // List only
 
   c10::IValue resolve(const std::vector<c10::IValue>& registers) const;
+  bool reads(const std::function<bool(int64_t)>& matches) const;  // whether one of the registers that it reads does
 };
 
 enum class Opcode { Call, Feed, Fetch, Move, Switch, Jump, Compiled, Commit };
@@ -56,6 +58,7 @@ struct Program {
   int64_t fetch_slots = 0;
   std::vector<int64_t> captured;  // registers bound when an iteration begins
   std::vector<Instruction> instructions;
+  bool branches = false;          // whether paths differ in what they execute
   size_t draws_until = 0;         // before this instruction, and nowhere later, random numbers are drawn
 };
 

@@ -332,7 +332,7 @@ void Runner::execute() {
         break;
       }
       case Opcode::Commit: {
-        check_deferred();
+        if (program_->branches) check_deferred();
         {
           std::unique_lock<std::mutex> lock(mutex_);
           auto t = Clock::now();
@@ -369,8 +369,8 @@ void Runner::check_deferred() const {
   for (const Instruction* deferred : deferred_) {
     if (deferred->when == When::CommitLast) continue;
     for (const Argument& argument : deferred->arguments) {
-      bool empty = argument.kind == Argument::Kind::Register && registers_[argument.reg].isNone();
-      TORCH_CHECK(!empty || defined.count(argument.reg), deferred->op->schema().name(), " (from ", deferred->where,
+      bool empty = argument.reads([&](int64_t reg) { return registers_[reg].isNone() && !defined.count(reg); });
+      TORCH_CHECK(!empty, deferred->op->schema().name(), " (from ", deferred->where,
                   ") would read a value of another path at the commit");
     }
     for (int64_t out : deferred->outs) defined.insert(out);

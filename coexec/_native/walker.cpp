@@ -164,7 +164,6 @@ class Walker : public Answering {
     exclusive_ = exclusive;
     watched_ = watched;
     stall_s_ = 0;
-    ahead_ = false;
     iteration_ = std::move(iteration);
     symbols_ = iteration_.attr("symbols");
     placeholders_ = iteration_.attr("placeholders");

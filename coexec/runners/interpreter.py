@@ -17,6 +17,7 @@ import torch
 from coexec._private import BelowAutograd
 from coexec.location import describe
 from coexec.tracegraph.calls import flat
+from coexec.tracegraph.instructions import reads, writes
 from coexec.tracegraph.program import (
     Call,
     Commit,
@@ -206,6 +207,7 @@ class InterpretedRunner:
                 case Compiled():
                     raise RuntimeError("compiled blocks need the native GraphRunner")
                 case Commit():
+                    self._check_deferred(deferred)
                     self._wait_for_commit()
                     self._committing = True
                     for late in sorted(deferred, key=lambda i: i.when):
@@ -217,6 +219,17 @@ class InterpretedRunner:
                 values[register] = None
             if self._cancelled:
                 raise Cancelled
+
+    def _check_deferred(self, deferred: Sequence[Call | Feed]) -> None:
+        """What is put off to the commit has its values: it must not fail half way."""
+        defined: set[int] = set()
+        for late in deferred:
+            if late.when is When.COMMIT_LAST:
+                continue
+            if any(self._values[r] is None and r not in defined for r in reads(late)):
+                where = describe(late.location)
+                raise RuntimeError(f"a call (from {where}) would read a value of another path at the commit")
+            defined.update(writes(late))
 
     def _publish(self, slot: int, value: Any) -> None:
         with self._condition:

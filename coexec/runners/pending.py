@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from coexec._private import without_current_modes
+from coexec.runners.graph_runner import GraphRunner
 from coexec.tracegraph.calls import tensors_in
 
 _owners: dict[int, Pending] = {}  # by id of the tensor
@@ -30,18 +31,19 @@ class Pending:
     """One unfinished iteration. `finish` is called once, by whoever needs a result first.
 
     Attributes:
+        graph_runner: what executes it.
         thread: which thread ran it.
         settled: whether it is finished.
         committed: whether what the graph computed is what has been taken, when it is finished.
         abandon: gives up what has begun on the assumption that it will be.
     """
 
-    def __init__(self, wait: Callable[[], None], finish: Callable[[], bool]) -> None:
+    def __init__(self, graph_runner: GraphRunner, finish: Callable[[], bool]) -> None:
         self.thread = threading.get_ident()
         self.settled = False
         self.committed = False
         self.abandon: Callable[[], None] = _nothing
-        self._wait = wait
+        self.graph_runner = graph_runner
         self._finish = finish
         self._owned: list[torch.Tensor] = []
         self._guarded: list[torch.Tensor] = []
@@ -77,7 +79,7 @@ class Pending:
                 return
             self.settled = True
             with torch._C.DisableTorchFunction(), without_current_modes():  # of the next iteration's block
-                self._wait()
+                self.graph_runner.join()
                 self.lift()
                 for tensor in self._owned:
                     del _owners[id(tensor)]

@@ -90,8 +90,7 @@ class PythonRunner(EnteredNatively):
         self._outcome: Results | None = None
         self._put_back: Callable[[], None] | None = None  # gradients that were announced
         # What the iteration before holds was its own, and nobody has touched it since.
-        is_own = is_exclusive if before is None else _is_pending_or_exclusive
-        self.exclusive = exclusive and native and all(map(is_own, bound))
+        self.exclusive = exclusive and native and all(is_pending(t) or is_exclusive(t) for t in bound)
         self.graph_runner.begin(skeleton.program, bound, not lazy)
         self._walker: Any = None
         if isinstance(graph_runner, NativeRunner):
@@ -137,10 +136,11 @@ class PythonRunner(EnteredNatively):
         self._eager = _call  # if the replay raises, the rest of the block runs as it is
         if self._put_back is not None:
             self._put_back()
-        if self._before is not None:
+        before, self._before = self._before, None
+        if before is not None:
             self._abandon()
             try:
-                self._settle_before()
+                self._stalled(before.settle)
             except BaseException:
                 self.graph_runner.finish()
                 raise
@@ -157,19 +157,21 @@ class PythonRunner(EnteredNatively):
         Raises:
             Mismatch: if it became an eager one, which this iteration did not expect.
         """
-        before = self._before
+        before, self._before = self._before, None
         if before is None:
             return
         if self._walker is not None:
             self._walker.run_ahead(False)
-        self._settle_before()
+        self._stalled(before.settle)
         if not before.committed:
             raise Mismatch("CX0005", "the iteration before became an eager one")
 
-    def _settle_before(self) -> None:
-        before, self._before = self._before, None
-        if before is not None:
-            self._stalled(before.settle)
+    def catch_up_or_fall_back(self) -> None:
+        """Waits for the iteration before this one; what it did not expect makes this one eager."""
+        try:
+            self.catch_up()
+        except Mismatch as mismatch:
+            self.fall_back(mismatch)
 
     def holds_symbol(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a placeholder is among the arguments of a call."""
@@ -200,11 +202,6 @@ class PythonRunner(EnteredNatively):
         self._let_go()
         self.iteration = Iteration()
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether the iteration before this one is unfinished."""
-        return self._before is not None
-
     def _let_go(self) -> None:
         if self._walker is not None:
             self.stall_s += self._walker.stall_s()
@@ -216,10 +213,7 @@ class PythonRunner(EnteredNatively):
     def _is_without_value(self, tensor: torch.Tensor) -> bool:
         """Whether an operation that no function mode saw would find nothing in a tensor."""
         if self._before is not None and is_pending(tensor):
-            try:
-                self.catch_up()
-            except Mismatch as mismatch:
-                self.fall_back(mismatch)
+            self.catch_up_or_fall_back()
         return id(tensor) in self.iteration.symbols
 
     def _bypassed(self, function: Any) -> None:
@@ -620,10 +614,6 @@ class PythonRunner(EnteredNatively):
             or any(group.issuperset(refs) for group in self.skeleton.graph.shared)
             for refs in by_memory.values()
         )
-
-
-def _is_pending_or_exclusive(tensor: torch.Tensor) -> bool:
-    return is_pending(tensor) or is_exclusive(tensor)
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:

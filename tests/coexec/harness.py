@@ -116,6 +116,18 @@ def coexecuted(report, at_least=1):
     return True
 
 
+class Twice(torch.autograd.Function):
+    """A function of the user's."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
 def linear(**options):
     """A linear layer with SGD and momentum."""
     model = torch.nn.Linear(4, 3)

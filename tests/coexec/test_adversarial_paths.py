@@ -284,7 +284,7 @@ def test_a_program_that_only_falls_back_at_first_is_run_call_by_call():
     assert report.fallbacks == 2, report.summary()
 
 
-def test_gradients_that_are_zeroed_in_place_and_clipped_under_ragged_batches():
+def test_gradients_that_are_zeroed_in_place_and_clipped_under_ragged_batches(compared_on_the_graph):
     def make():
         model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.GELU(), torch.nn.Linear(6, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
@@ -301,4 +301,4 @@ def test_gradients_that_are_zeroed_in_place_and_clipped_under_ragged_batches():
             s.optimizer.step()
             s.memory[k % 3] = h.mean().detach()
 
-    compare(make, step, 12)
+    compared_on_the_graph(make, step, 12)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coexec import _private
 from coexec.block_watch import BlockWatch
 from coexec.tracegraph.calls import meta_of
+from tests.coexec.harness import Twice
 
 
 def noting(called):
@@ -192,16 +193,6 @@ def test_operations_that_draw_are_not_watched():
         torch.nn.functional.dropout(torch.ones(1))
 
     assert called == []
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
 
 
 def test_functions_and_parameters_made_in_a_block_are_watched_and_work():

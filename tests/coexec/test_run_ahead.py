@@ -13,7 +13,7 @@ from torch import nn
 
 import coexec
 from coexec.runners.python_runner import PythonRunner
-from tests.coexec.harness import coexecuted, compare, eager_tape, run
+from tests.coexec.harness import Twice, coexecuted, compare, eager_tape, run, train
 
 SLOW = torch.randn(900, 900) / 900
 
@@ -34,7 +34,7 @@ def ahead(monkeypatch):
 
     def make(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        began.append(self.runs_ahead)
+        began.append(kwargs["before"] is not None)
 
     monkeypatch.setattr(PythonRunner, "__init__", make)
     return began
@@ -117,9 +117,7 @@ def test_a_gradient_of_the_iteration_before_that_is_kept_and_looked_at(ahead):
         x = torch.randn(5, 4)
         with tape():
             kept = s.model[0].weight.grad
-            s.optimizer.zero_grad()
-            slowly(s.model(x).square().mean()).backward()
-            s.optimizer.step()
+            train(s, slowly(s.model(x).square().mean()))
         s.log.append(kept)
         return None if kept is None or k % 4 else kept.sum().item()
 
@@ -132,11 +130,8 @@ def test_a_path_that_is_new_while_the_iteration_before_is_unfinished(ahead):
     def step(s, k, tape):
         x = torch.randn(5, 4)
         with tape():
-            s.optimizer.zero_grad()
             out = s.model(x)
-            loss = slowly((out.abs() if k == 9 else out.square()).mean())
-            loss.backward()
-            s.optimizer.step()
+            train(s, slowly((out.abs() if k == 9 else out.square()).mean()))
         return torch.rand(1)
 
     report = compare_ahead(network(), step, 16)
@@ -196,11 +191,9 @@ def test_explain_in_a_block_ahead_waits(ahead):
     def step(s, k, tape):
         x = torch.randn(5, 4)
         with tape():
-            s.optimizer.zero_grad()
             if k == 9:
                 coexec.explain()
-            slowly(s.model(x).square().mean()).backward()
-            s.optimizer.step()
+            train(s, slowly(s.model(x).square().mean()))
 
     coexecuted(compare_ahead(network(), step, 16), 8)
 
@@ -208,24 +201,13 @@ def test_explain_in_a_block_ahead_waits(ahead):
 
 
 def test_hooks_parameters_and_functions_that_keep_a_tensor_wait(ahead):
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
     def step(s, k, tape):
         x = torch.randn(5, 4)
         with tape():
-            s.optimizer.zero_grad()
             if k == 9:
                 s.log.append(nn.Parameter(s.model[0].weight))
                 s.log.append(Twice.apply(s.model[0].weight).detach())
-            slowly(s.model(x).square().mean()).backward()
-            s.optimizer.step()
+            train(s, slowly(s.model(x).square().mean()))
 
     compare_ahead(network(), step, 16)
 
@@ -245,9 +227,7 @@ def test_an_interrupt_while_the_iteration_before_is_waited_for(ahead, monkeypatc
 
     def step(s, k, tape):
         with tape():
-            s.optimizer.zero_grad()
-            slowly(s.model(torch.ones(5, 4)).square().mean()).backward()
-            s.optimizer.step()
+            train(s, slowly(s.model(torch.ones(5, 4)).square().mean()))
 
     coexec.reset()
     ours = run(network(), step, 16, functools.partial(coexec.GradientTape, synchronous=False), every=16)
