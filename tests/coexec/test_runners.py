@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 import pytest
 import torch
@@ -138,6 +138,42 @@ def test_a_cancelled_iteration_writes_nothing_and_another_one_begins(make):
     runner.wait()
     runner.finish()
     assert x.item() == 1
+
+
+@EACH_RUNNER
+@pytest.mark.parametrize("argument", ["a tensor", "a list"])
+def test_a_value_of_another_path_is_missed_before_anything_is_written(make, argument):
+    write = (
+        call(aten.add_.Tensor, Reg(0), Reg(1), 1, when=When.COMMIT)
+        if argument == "a tensor"
+        else replace(call(aten._foreach_add_.List, (Reg(0),), (Reg(1),), 1, when=When.COMMIT), outs=())
+    )
+    code = program(
+        Switch((1, 3), "case"),
+        call(aten.clone.default, Reg(0), None, out=1),
+        Jump(4),
+        call(aten.clone.default, Reg(0), None, out=2),
+        call(aten.mul_.Scalar, Reg(0), 10, when=When.COMMIT),
+        write,
+        captured=(0,),
+    )
+    x, runner = torch.ones(1), make()
+    runner.begin(code, [x], True)
+    runner.send(1)
+    runner.commit()
+    with pytest.raises(RuntimeError, match="would read a value of another path"):
+        runner.wait()
+
+    assert not runner.committing()
+    assert x.item() == 1
+    runner.finish()
+
+    runner.begin(code, [x], True)
+    runner.send(0)
+    runner.commit()
+    runner.wait()
+    assert x.item() == 11
+    runner.finish()
 
 
 @EACH_RUNNER
