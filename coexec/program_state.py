@@ -169,7 +169,7 @@ class ProgramState:
         self._merge_s, self._dynamic_s = time.perf_counter() - began, 0.0
         if self.options.check:
             verify_graph(merged)
-        covered = before is not None and _shape(before) == _shape(merged)
+        covered = merged.general or (before is not None and _shape(before) == _shape(merged))
         self.traces.append(trace)
         self.graph = merged
         self.uncovered = 0 if covered else self.uncovered + 1

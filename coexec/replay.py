@@ -7,7 +7,7 @@ Out: executions of its graph on stand-ins for what Python would send, and on cop
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from coexec.programs import all_states
 from coexec.runners import random_state
 from coexec.runners.graph_runner import make_graph_runner
 from coexec.tracegraph.program import Feed, Jump, Program, Switch, When
+from coexec.tracegraph.sizes import value_of
 from coexec.tracegraph.trace import TensorMeta
 
 
@@ -37,7 +38,8 @@ class Replay:
             raise TapeError(f"no program {key!r} in the co-execution phase")
         self._skeleton = state.skeleton
         self._runner = make_graph_runner()
-        self._messages = list(_messages(self._skeleton.program))
+        self._symbols = {i: s.high // 2 for i, s in enumerate(self._skeleton.graph.symbols)}
+        self._messages = list(_messages(self._skeleton.program, self._symbols.get))
         tensors = [captured[i] for i in self._skeleton.program.captured]
         with torch.no_grad():
             self._captured = [t.detach().clone() for t in tensors if t is not None]
@@ -47,6 +49,8 @@ class Replay:
         self._restore = random_state.save(self._skeleton.generators)
         self._before = self._runner.times()[0]
         self._runner.begin(self._skeleton.program, self._captured, False)
+        for symbol, value in self._symbols.items():
+            self._runner.bind(symbol, value)
         for message in self._messages:
             self._runner.send(message)
         self._runner.commit()
@@ -63,7 +67,7 @@ class Replay:
         return (self._runner.times()[0] - self._before) * 1e3
 
 
-def _messages(program: Program) -> Iterator[Any]:
+def _messages(program: Program, symbols: Callable[[int], int | None]) -> Iterator[Any]:
     """What Python would send on the path that takes the first case of every switch."""
     late = []
     position = 0
@@ -73,9 +77,9 @@ def _messages(program: Program) -> Iterator[Any]:
         position += 1
         match instruction:
             case Feed(when=When.NOW):
-                yield _stand_in(instruction.example)
+                yield _stand_in(instruction.example, symbols)
             case Feed():
-                late.append(_stand_in(instruction.example))
+                late.append(_stand_in(instruction.example, symbols))
             case Switch():
                 yield 0
                 position = instruction.targets[0]
@@ -84,8 +88,8 @@ def _messages(program: Program) -> Iterator[Any]:
     yield from late
 
 
-def _stand_in(example: Any) -> Any:
+def _stand_in(example: Any, symbols: Callable[[int], int | None]) -> Any:
     if not isinstance(example, TensorMeta):
         return example
-    size, stride = example.shape, example.stride
+    size, stride = ([value_of(s, symbols) or 0 for s in sizes] for sizes in (example.shape, example.stride))
     return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device).zero_()

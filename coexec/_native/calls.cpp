@@ -107,6 +107,10 @@ bool number_fits(PyObject* number, const NumberSlot& slot) {
 
 NumberSlot number_slot(const py::dict& d) {
   NumberSlot slot;
+  if (py::isinstance<py::tuple>(d["value"])) {
+    slot.size = size_of(d["value"]);
+    return slot;
+  }
   slot.is_float = PyFloat_Check(d["value"].ptr());
   slot.value = d["value"].cast<double>();
   if (!slot.is_float) slot.integer = d["value"].cast<int64_t>();

@@ -1,6 +1,7 @@
 // Calls of Python compared with recorded ones; see coexec.tracegraph.calls, whose templates these read.
 #pragma once
 
+#include "sizes.h"
 #include "slots.h"
 
 #include <ATen/core/ivalue.h>
@@ -17,6 +18,7 @@ struct NumberSlot {
   bool is_float = false;
   bool varies = false;
   uint32_t classes = 0;  // a bit for each class, see class_of
+  Size size;             // where it varies, instead of all these
 };
 
 // What a call's arguments hold, in order.

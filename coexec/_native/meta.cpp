@@ -10,22 +10,32 @@ namespace py = pybind11;
 namespace coexec {
 
 Meta::Meta(const py::dict& d)
-    : shape(d["shape"].cast<std::vector<int64_t>>()),
-      stride(d["stride"].cast<std::vector<int64_t>>()),
-      offset(d["offset"].cast<int64_t>()),
+    : shape_sizes(sizes_of(d["shape"])),
+      stride_sizes(sizes_of(d["stride"])),
+      offset_size(size_of(d["offset"])),
+      varies(vary(shape_sizes) || vary(stride_sizes) || offset_size.varies()),
       dtype(py::cast<at::ScalarType>(d["dtype"])),
       device(py::cast<at::Device>(d["device"])),
       requires_grad(d["requires_grad"].cast<bool>()),
       is_leaf(d["is_leaf"].cast<bool>()),
-      python(d["meta"]) {}
-
-bool Meta::fits(const at::Tensor& tensor) const {
-  return tensor.layout() == at::kStrided && tensor.scalar_type() == dtype &&
-         tensor.sizes() == at::IntArrayRef(shape) && tensor.strides() == at::IntArrayRef(stride) &&
-         tensor.device() == device && tensor.requires_grad() == requires_grad && tensor.is_leaf() == is_leaf;
+      python(d["meta"]) {
+  auto none = [](int64_t) -> std::optional<int64_t> { return 0; };
+  shape = *values_of(shape_sizes, none);
+  stride = *values_of(stride_sizes, none);
+  offset = offset_size.constant;
 }
 
-at::Tensor Meta::hollow() const {
+bool Meta::fits(const at::Tensor& tensor) const {
+  return tensor.sizes() == at::IntArrayRef(shape) && fits_but_for_sizes(tensor) &&
+         tensor.strides() == at::IntArrayRef(stride);
+}
+
+bool Meta::fits_but_for_sizes(const at::Tensor& tensor) const {
+  return tensor.layout() == at::kStrided && tensor.scalar_type() == dtype &&
+         tensor.dim() == static_cast<int64_t>(shape.size()) && tensor.device() == device && tensor.requires_grad() == requires_grad && tensor.is_leaf() == is_leaf;
+}
+
+at::Tensor Meta::hollow(at::IntArrayRef shape, at::IntArrayRef stride, int64_t offset) const {
   auto options = at::TensorOptions(dtype).device(device);
   at::Tensor tensor = at::for_blob(nullptr, shape)
                           .strides(stride)

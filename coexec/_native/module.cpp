@@ -74,6 +74,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([] { return std::make_unique<Runner>(std::make_shared<coexec::Worker>()); }))
       .def(py::init([](const Runner& other) { return std::make_unique<Runner>(other.worker()); }))
       .def("begin", &Runner::begin)
+      .def("bind", &Runner::bind)
+      .def("bound", &Runner::bound)
       .def("send", [](Runner& r, const py::object& value) { r.send(to_message(value)); })
       .def("fetch", [](Runner& r, int64_t slot) { return torch::jit::toPyObject(r.fetch(slot)); })
       .def("commit", &Runner::commit)

@@ -31,7 +31,7 @@ bool Argument::reads(const std::function<bool(int64_t)>& matches) const {
   return std::any_of(elements.begin(), elements.end(), [&](const Argument& e) { return e.reads(matches); });
 }
 
-c10::IValue Argument::resolve(const std::vector<c10::IValue>& registers) const {
+c10::IValue Argument::resolve(const std::vector<c10::IValue>& registers, const Symbols& symbols) const {
   switch (kind) {
     case Kind::Constant:
       return constant;
@@ -39,16 +39,21 @@ c10::IValue Argument::resolve(const std::vector<c10::IValue>& registers) const {
       const c10::IValue& value = registers[reg];
       return wants_tensor && value.isScalar() ? wrapped_number(value.toScalar()) : value;
     }
+    case Kind::Varying: {
+      auto value = size.value(symbols);
+      TORCH_CHECK(value, "a size is none in this iteration");
+      return wants_tensor ? c10::IValue(wrapped_number(*value)) : c10::IValue(*value);
+    }
     case Kind::List: {
       if (element->kind() == c10::TypeKind::TensorType) {
         c10::List<at::Tensor> out;
         out.reserve(elements.size());
-        for (const auto& e : elements) out.push_back(e.resolve(registers).toTensor());
+        for (const auto& e : elements) out.push_back(e.resolve(registers, symbols).toTensor());
         return out;
       }
       c10::impl::GenericList out(element);
       out.reserve(elements.size());
-      for (const auto& e : elements) out.push_back(e.resolve(registers));
+      for (const auto& e : elements) out.push_back(e.resolve(registers, symbols));
       return out;
     }
   }
@@ -57,7 +62,8 @@ c10::IValue Argument::resolve(const std::vector<c10::IValue>& registers) const {
 
 namespace {
 
-// Templates mark registers with ("r", index) and lists that hold registers with ("l", [...]);
+// Templates mark registers with ("r", index), sizes that vary with ("s", size) and lists that hold either with
+// ("l", [...]);
 // everything else arrives as ("c", value).
 Argument parse_argument(const py::handle& encoded, const c10::TypePtr& type) {
   auto pair = encoded.cast<py::tuple>();
@@ -66,6 +72,10 @@ Argument parse_argument(const py::handle& encoded, const c10::TypePtr& type) {
   if (tag == "r") {
     out.kind = Argument::Kind::Register;
     out.reg = pair[1].cast<int64_t>();
+    out.wants_tensor = is_tensor_type(type);
+  } else if (tag == "s") {
+    out.kind = Argument::Kind::Varying;
+    out.size = size_of(pair[1]);
     out.wants_tensor = is_tensor_type(type);
   } else if (tag == "l") {
     c10::TypePtr list_type = type;
@@ -108,7 +118,13 @@ Instruction parse_instruction(const py::dict& d) {
   out.outs = d["outs"].cast<std::vector<int64_t>>();
   out.ins = d["ins"].cast<std::vector<int64_t>>();
   out.grad_mode = d["grad_mode"].cast<bool>();
-  out.shapes = d["shapes"].cast<std::vector<std::optional<std::vector<int64_t>>>>();
+  for (const auto& shape : d["shapes"].cast<py::list>()) {
+    if (shape.is_none()) {
+      out.shapes.emplace_back();
+    } else {
+      out.shapes.emplace_back(sizes_of(shape));
+    }
+  }
   out.slot = d["slot"].cast<int64_t>();
   out.copy = d["copy"].cast<bool>();
   out.draws = d["draws"].cast<bool>();
@@ -134,10 +150,12 @@ std::shared_ptr<Program> make_program(
     int64_t register_count,
     std::vector<int64_t> captured,
     int64_t fetch_slots,
+    int64_t symbols,
     const py::list& instructions) {
   auto program = std::make_shared<Program>();
   program->register_count = register_count;
   program->fetch_slots = fetch_slots;
+  program->symbols = symbols;
   program->captured = std::move(captured);
   program->instructions.reserve(instructions.size());
   for (const auto& d : instructions) program->instructions.push_back(parse_instruction(d.cast<py::dict>()));
@@ -149,10 +167,11 @@ std::shared_ptr<Program> make_program(
   return program;
 }
 
-std::vector<c10::IValue> invoke(const Instruction& call, const std::vector<c10::IValue>& registers) {
+std::vector<c10::IValue> invoke(
+    const Instruction& call, const std::vector<c10::IValue>& registers, const Symbols& symbols) {
   std::vector<c10::IValue> stack, results;
   stack.reserve(call.arguments.size());
-  for (const Argument& argument : call.arguments) stack.push_back(argument.resolve(registers));
+  for (const Argument& argument : call.arguments) stack.push_back(argument.resolve(registers, symbols));
   at::AutoGradMode grad_mode(call.grad_mode);
   call.op->callBoxed(stack);
   for (const auto& value : stack) append_tensors(value, results);

@@ -4,6 +4,8 @@
 // Out: a Program, immutable once built, that any number of iterations run.
 #pragma once
 
+#include "sizes.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <pybind11/pybind11.h>
@@ -17,16 +19,20 @@
 
 namespace coexec {
 
-// One argument of an operation: a constant, a register, or a list of such.
+// The value of a symbol in sizes; waits for it.
+using Symbols = std::function<std::optional<int64_t>(int64_t)>;
+
+// One argument of an operation: a constant, a register, a size that varies, or a list of such.
 struct Argument {
-  enum class Kind { Constant, Register, List } kind = Kind::Constant;
+  enum class Kind { Constant, Register, Varying, List } kind = Kind::Constant;
   c10::IValue constant;
   int64_t reg = -1;
-  bool wants_tensor = false;       // Register only: a number becomes a tensor, as in eager calls
+  Size size;                       // Varying only
+  bool wants_tensor = false;       // Register, Varying: a number becomes a tensor, as in eager calls
   c10::TypePtr element;            // List only
   std::vector<Argument> elements;  // List only
 
-  c10::IValue resolve(const std::vector<c10::IValue>& registers) const;
+  c10::IValue resolve(const std::vector<c10::IValue>& registers, const Symbols& symbols) const;
   bool reads(const std::function<bool(int64_t)>& matches) const;  // whether one of the registers that it reads does
 };
 
@@ -41,7 +47,7 @@ struct Instruction {
   std::optional<c10::OperatorHandle> op; // Call
   std::vector<Argument> arguments;       // Call
   bool grad_mode = false;                // Call: some kernels look at it
-  std::vector<std::optional<std::vector<int64_t>>> shapes;  // Call: what results have to have
+  std::vector<std::optional<std::vector<Size>>> shapes;  // Call: what results have to have
   std::vector<int64_t> outs;             // Call, Feed, Move, Compiled: registers, -1 = dropped
   std::vector<int64_t> ins;              // Fetch, Move, Compiled
   int64_t slot = 0;                      // Fetch
@@ -56,6 +62,7 @@ struct Instruction {
 struct Program {
   int64_t register_count = 0;
   int64_t fetch_slots = 0;
+  int64_t symbols = 0;            // in sizes that vary
   std::vector<int64_t> captured;  // registers bound when an iteration begins
   std::vector<Instruction> instructions;
   bool branches = false;          // whether paths differ in what they execute
@@ -65,12 +72,14 @@ struct Program {
 Instruction parse_instruction(const pybind11::dict& encoded);
 
 // Runs a `Call` on registers; its tensor results, flattened.
-std::vector<c10::IValue> invoke(const Instruction& call, const std::vector<c10::IValue>& registers);
+std::vector<c10::IValue> invoke(
+    const Instruction& call, const std::vector<c10::IValue>& registers, const Symbols& symbols);
 
 std::shared_ptr<Program> make_program(
     int64_t register_count,
     std::vector<int64_t> captured,
     int64_t fetch_slots,
+    int64_t symbols,
     const pybind11::list& instructions);
 
 }  // namespace coexec

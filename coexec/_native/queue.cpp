@@ -180,7 +180,7 @@ std::vector<at::Tensor> Queue::execute(const Item& item) {
   }
   for (size_t i = 0; i < item.numbers.size(); ++i) registers[recorded.numbers[i].reg] = item.numbers[i];
   for (const Instruction& call : recorded.calls) {
-    std::vector<c10::IValue> results = invoke(call, registers);
+    std::vector<c10::IValue> results = invoke(call, registers, {});
     if (call.outs.empty()) continue;
     TORCH_CHECK(results.size() == call.outs.size(), call.op->schema().name(), " returned ", results.size(),
                 " values where ", call.outs.size(), " were recorded");

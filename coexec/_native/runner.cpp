@@ -121,6 +121,8 @@ void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> cap
   TORCH_CHECK(captured.size() == program_->captured.size(), "captured tensors do not fit the program");
   for (size_t i = 0; i < captured.size(); ++i) registers_[program_->captured[i]] = std::move(captured[i]);
   published_.assign(program_->fetch_slots, std::nullopt);
+  symbols_.assign(program_->symbols, std::nullopt);
+  known_ = symbols_;
   cancelled_ = false;
   committed_ = committing_ = drawn_ = false;
   error_ = nullptr;
@@ -148,6 +150,14 @@ void Runner::send(c10::IValue message) {
   available_.fetch_add(1, std::memory_order_release);
   if (graph_waits_) to_graph_.notify_one();
 }
+
+void Runner::bind(int64_t symbol, int64_t value) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  symbols_.at(symbol) = value;
+  if (graph_waits_) to_graph_.notify_one();
+}
+
+std::optional<int64_t> Runner::bound(int64_t symbol) const { return symbols_.at(symbol); }
 
 c10::IValue Runner::fetch(int64_t slot) {
   start();
@@ -247,6 +257,19 @@ c10::IValue Runner::receive() {
   messages_.pop_front();
   ++taken_;
   return kept_.back();
+}
+
+int64_t Runner::size(int64_t symbol) {
+  if (known_[symbol]) return *known_[symbol];
+  auto began = Clock::now();
+  std::unique_lock<std::mutex> lock(mutex_);
+  graph_waits_ = true;
+  to_graph_.wait(lock, [&] { return cancelled_ || symbols_[symbol]; });
+  graph_waits_ = false;
+  stall_s_ += seconds_since(began);
+  spans_.add(began, true);
+  if (cancelled_) throw Cancelled{};
+  return *(known_[symbol] = symbols_[symbol]);
 }
 
 void Runner::publish(int64_t slot, c10::IValue value) {
@@ -381,9 +404,10 @@ void Runner::call(const Instruction& instruction) {
   if (instruction.when == When::CommitLast && registers_[instruction.arguments[0].reg].isNone()) {
     return;  // the tensor was not bound on this path
   }
+  Symbols symbols = [this](int64_t s) -> std::optional<int64_t> { return size(s); };
   std::vector<c10::IValue> results;
   try {
-    results = invoke(instruction, registers_);
+    results = invoke(instruction, registers_, symbols);
   } catch (const Cancelled&) {
     throw;
   } catch (const c10::Error& e) {
@@ -401,9 +425,9 @@ void Runner::call(const Instruction& instruction) {
     if (instruction.outs[i] < 0) continue;
     if (i < instruction.shapes.size() && instruction.shapes[i] && results[i].isTensor()) {
       // A value that decides about a shape would show here, and nowhere else.
-      TORCH_CHECK(results[i].toTensor().sizes() == at::IntArrayRef(*instruction.shapes[i]),
-                  instruction.op->schema().name(), " (from ", instruction.where, ") gave shape ",
-                  results[i].toTensor().sizes(), " where traces had ", at::IntArrayRef(*instruction.shapes[i]));
+      TORCH_CHECK(are(*instruction.shapes[i], results[i].toTensor().sizes(), symbols), instruction.op->schema().name(),
+                  " (from ", instruction.where, ") gave shape ", results[i].toTensor().sizes(),
+                  ", and traces had another one");
     }
     registers_[instruction.outs[i]] = std::move(results[i]);
   }

@@ -66,6 +66,8 @@ class Runner {
   void begin(std::shared_ptr<Program> program, std::vector<at::Tensor> captured, bool start);
   void start();
   void send(c10::IValue message);
+  void bind(int64_t symbol, int64_t value);  // what a symbol in sizes is in this iteration
+  std::optional<int64_t> bound(int64_t symbol) const;  // PythonRunner side
   c10::IValue fetch(int64_t slot);  // a published value; GIL released while it waits
   void commit();           // the iteration is valid: let deferred instructions run
   bool wait_for_commit();  // until deferred calls begin to run, or the program has ended; which of the two
@@ -89,6 +91,7 @@ class Runner {
   void start_locked();
   void execute();
   void check_deferred() const;  // what is put off to the commit has its values: it must not fail half way
+  int64_t size(int64_t symbol);        // GraphRunner side: waits until it is bound
   void call(const Instruction& instruction);
   void compiled(const Instruction& instruction);
 
@@ -101,6 +104,8 @@ class Runner {
   std::deque<c10::IValue> messages_;
   std::atomic<int64_t> available_{0};  // messages sent in this iteration
   int64_t taken_ = 0;                  // of them, by the GraphRunner
+  std::vector<std::optional<int64_t>> symbols_;  // written by Python only
+  std::vector<std::optional<int64_t>> known_;    // of them, by the GraphRunner
   bool graph_waits_ = false;
   std::vector<std::optional<c10::IValue>> published_;
   std::vector<c10::IValue> kept_;  // messages already read: Python drops them, not this thread

@@ -74,6 +74,7 @@ struct Node {
   std::vector<Alternative> alternatives;
   std::unordered_map<int64_t, std::vector<int64_t>> edges;  // messages by the node before
   std::vector<Meta> output_metas;
+  bool varies = false;  // whether sizes of its outputs do
   std::vector<py::object> output_bindings, output_histories, output_places;
   std::unordered_map<size_t, size_t> rebinds;  // the argument that an output is, changed in place
   py::object result;
@@ -129,6 +130,7 @@ Node make_node(const py::dict& d) {
   }
   n.edges = d["edges"].cast<std::unordered_map<int64_t, std::vector<int64_t>>>();
   n.output_metas = metas_of(d["output_metas"]);
+  for (const Meta& meta : n.output_metas) n.varies |= meta.varies;
   n.output_bindings = d["output_bindings"].cast<std::vector<py::object>>();
   n.output_histories = d["output_histories"].cast<std::vector<py::object>>();
   for (const auto& [output, argument] : d["rebinds"].cast<std::vector<std::pair<size_t, size_t>>>()) {
@@ -149,8 +151,8 @@ Node make_node(const py::dict& d) {
 class Walker : public Answering {
  public:
   Walker(const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children, WalkerNames names,
-         py::function ambient)
-      : names_(std::move(names)), ambient_(std::move(ambient)), children_(children) {
+         py::function ambient, std::vector<std::pair<int64_t, int64_t>> ranges)
+      : names_(std::move(names)), ambient_(std::move(ambient)), children_(children), ranges_(std::move(ranges)) {
     for (const auto& d : nodes) nodes_.push_back(make_node(d.cast<py::dict>()));
   }
 
@@ -277,9 +279,10 @@ class Walker : public Answering {
   bool fits(const Node& node) {
     if (arguments_.tensors.size() != node.metas.size()) return false;
     for (size_t i = 0; i < node.numbers.size(); ++i) {
-      if (!number_fits(arguments_.numbers[i], node.numbers[i])) return false;
+      if (!node.numbers[i].size.varies() && !number_fits(arguments_.numbers[i], node.numbers[i])) return false;
     }
     if (!same_ambient(node)) return false;
+    new_symbols_.clear();
     found_.clear();
     symbolic_.clear();
     for (size_t i = 0; i < node.metas.size(); ++i) {
@@ -292,14 +295,75 @@ class Walker : public Answering {
       } else {
         if (!THPVariable_CheckExact(tensor)) return false;
         const at::Tensor& external = THPVariable_Unpack(tensor);
-        if (!node.metas[i].fits(external)) return false;
+        if (!(node.metas[i].varies ? fits_varying(node.metas[i], external) : node.metas[i].fits(external))) return false;
         if (is_exposed(external)) return false;
         PyObject* known = lookup(externals_, tensor);
         if (ahead_ && !known) return false;
         found_.push_back(known ? py::reinterpret_borrow<py::object>(known) : py::object());
       }
     }
+    for (size_t i = 0; i < node.numbers.size(); ++i) {
+      if (node.numbers[i].size.varies() && !fits_varying(node.numbers[i].size, arguments_.numbers[i])) return false;
+    }
+    return !node.varies || has_shapes(node);
+  }
+
+  // --- sizes that vary ---
+
+  std::optional<int64_t> symbol_value(int64_t symbol) const {
+    for (const auto& [bound, value] : new_symbols_) {
+      if (bound == symbol) return value;
+    }
+    return runner_->bound(symbol);
+  }
+
+  Symbols symbols() const {
+    return [this](int64_t symbol) { return symbol_value(symbol); };
+  }
+
+  // Whether a size has this value; a symbol without a value gets it.
+  bool fits_varying(const Size& size, int64_t value) {
+    if (size.symbol >= 0 && !symbol_value(size.symbol)) {
+      const auto& [low, high] = ranges_.at(size.symbol);
+      if (value < low || value > high) return false;
+      new_symbols_.emplace_back(size.symbol, value);
+      return true;
+    }
+    return size.value(symbols()) == value;
+  }
+
+  bool fits_varying(const Size& size, PyObject* number) {
+    if (!PyLong_CheckExact(number)) return false;
+    int overflow = 0;
+    int64_t value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    return !overflow && fits_varying(size, value);
+  }
+
+  bool fits_varying(const Meta& meta, const at::Tensor& tensor) {
+    if (!meta.fits_but_for_sizes(tensor)) return false;
+    for (int64_t i = 0; i < tensor.dim(); ++i) {
+      if (!fits_varying(meta.shape_sizes[i], tensor.sizes()[i])) return false;
+    }
+    for (int64_t i = 0; i < tensor.dim(); ++i) {
+      if (!fits_varying(meta.stride_sizes[i], tensor.strides()[i])) return false;
+    }
     return true;
+  }
+
+  bool has_shapes(const Node& node) const {
+    for (const Meta& meta : node.output_metas) {
+      if (!values_of(meta.shape_sizes, symbols()) || !values_of(meta.stride_sizes, symbols()) ||
+          !meta.offset_size.value(symbols())) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  at::Tensor hollow(const Meta& meta) const {
+    if (!meta.varies) return meta.hollow();
+    return meta.hollow(*values_of(meta.shape_sizes, symbols()), *values_of(meta.stride_sizes, symbols()),
+                       *meta.offset_size.value(symbols()));
   }
 
   static bool feeds_no_copy(const Alternative& alternative) {
@@ -418,6 +482,7 @@ class Walker : public Answering {
   }
 
   py::object take(const Node& node, const Alternative& alternative, int64_t at) {
+    for (const auto& [symbol, value] : new_symbols_) runner_->bind(symbol, value);
     send_path(node, alternative, at);
     py::tuple tokens(found_.size() + implicit_.size()), numbers(arguments_.numbers.size());
     for (size_t i = 0; i < found_.size(); ++i) {
@@ -458,7 +523,7 @@ class Walker : public Answering {
         tensor = py::reinterpret_borrow<py::object>(arguments_.tensors[rebound->second]);
         symbol = py::reinterpret_borrow<py::object>(lookup(symbols_, tensor.ptr()));
       } else {
-        tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(node.output_metas[i].hollow()));
+        tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(hollow(node.output_metas[i])));
         symbol = make_instance(names_.symbol.ptr());
         names_.tensor.set(symbol.ptr(), tensor.ptr());
         names_.meta.set(symbol.ptr(), node.output_metas[i].python.ptr());
@@ -596,6 +661,8 @@ class Walker : public Answering {
   double stall_s_ = 0;             // in fetches of this iteration
   bool watched_ = false;           // somebody times the fetches
   bool ahead_ = false;             // the iteration before this one is not finished
+  std::vector<std::pair<int64_t, int64_t>> ranges_;       // what each symbol in sizes may be
+  std::vector<std::pair<int64_t, int64_t>> new_symbols_;  // and what those are that an event binds
 };
 
 WalkerNames walker_names_from(const py::dict& d) {
@@ -689,8 +756,9 @@ bool have_own_memory(const py::list& captured, const py::tuple& bound, const py:
 void bind_walker(py::module_& m) {
   py::class_<Walker, Answering>(m, "Walker")
       .def(py::init([](const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children,
-                       const py::dict& names, const py::function& ambient) {
-        return std::make_unique<Walker>(nodes, children, walker_names_from(names), ambient);
+                       const py::dict& names, const py::function& ambient,
+                       const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+        return std::make_unique<Walker>(nodes, children, walker_names_from(names), ambient, ranges);
       }))
       .def("begin", &Walker::begin)
       .def("end", &Walker::end)

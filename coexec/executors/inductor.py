@@ -33,6 +33,7 @@ from coexec.tracegraph.program import (
     Program,
     Reg,
 )
+from coexec.tracegraph.sizes import fixed
 from coexec.tracegraph.trace import TensorMeta
 
 
@@ -86,6 +87,8 @@ def jobs(program: Program) -> list[Job]:
 
 def _parts(program: Program) -> dict[int, list[Part]]:
     """By its first instruction, what each block of the program becomes."""
+    if program.symbols:
+        raise Unsupported("a library is compiled for sizes, and sizes vary")
     outside = _uses_outside(program)
     written = {r for i in program.instructions if at_commit(i) for r in reads(i)}
     parts: dict[int, list[Part]] = {}
@@ -212,10 +215,10 @@ def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node],
 def _emit_feed(graph: Graph, token: Node, feed: Feed) -> tuple[Node, Node]:
     if is_number(feed.example):
         dtype = torch.float64 if isinstance(feed.example, float) else torch.int64
-        size, stride, device = [], [], torch.device("cpu")
+        size, stride, device = fixed(()), fixed(()), torch.device("cpu")
     else:
         meta: TensorMeta = feed.example
-        size, stride, dtype, device = list(meta.shape), list(meta.stride), meta.dtype, meta.device
+        size, stride, dtype, device = fixed(meta.shape), fixed(meta.stride), meta.dtype, meta.device
     pair = graph.call_function(
         torch.ops.coexec.feed.default,
         (token, [len(size), *size, *stride], core.scalar_type(dtype), device),

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from coexec._private import compile_ahead_of_time
 from coexec.executors.cache import install, path_of
+from coexec.tracegraph.sizes import fixed
 from coexec.tracegraph.trace import TensorMeta
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class InputMeta:
     @staticmethod
     def of(meta: TensorMeta) -> InputMeta:
         """What is relevant of a tensor's metadata."""
-        return InputMeta(meta.shape, meta.stride, meta.dtype, str(meta.device))
+        return InputMeta(fixed(meta.shape), fixed(meta.stride), meta.dtype, str(meta.device))
 
     def example(self) -> torch.Tensor:
         """A tensor like that."""

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from coexec.tracegraph.instructions import at_commit, reads, retargeted, with_releases, writes
 from coexec.tracegraph.program import Call, Instruction, Program, Reg, When
+from coexec.tracegraph.sizes import fixed, varies
 from placement.capture import without_values
 from placement.graph import TensorSpec
 
@@ -111,6 +112,8 @@ def _is_pure(program: Program, instruction: Instruction, written: set[int]) -> b
     touched = {*reads(instruction), *writes(instruction)}
     if not touched.isdisjoint(written) or any(r not in program.metas for r in touched):
         return False
+    if varies(instruction.args) or any(varies(program.metas[r].shape) for r in touched):
+        return False  # backends are measured on sizes
     return bool(touched) and not _has_generator(instruction.args)
 
 
@@ -140,7 +143,7 @@ def _graph(
 
     def value(register: int) -> torch.Tensor:
         meta = program.metas[register]
-        return without_values(TensorSpec(meta.shape, meta.stride, meta.dtype, str(meta.device)))
+        return without_values(TensorSpec(fixed(meta.shape), fixed(meta.stride), meta.dtype, str(meta.device)))
 
     for register in sources:
         env[register] = graph.placeholder(f"r{register}")

@@ -25,6 +25,12 @@ class GraphRunner(Protocol):
     def send(self, message: Any) -> None:
         """Feeds a tensor or number, or tells which case was taken."""
 
+    def bind(self, symbol: int, value: int) -> None:
+        """Tells what a symbol in sizes is in this iteration."""
+
+    def bound(self, symbol: int) -> int | None:
+        """What a symbol is, None if it is not known yet."""
+
     def fetch(self, slot: int) -> Any:
         """Waits for the value of a fetch slot."""
 

@@ -31,6 +31,7 @@ from coexec.tracegraph.program import (
     Switch,
     When,
 )
+from coexec.tracegraph.sizes import Size, value_of
 
 
 class Cancelled(Exception):
@@ -57,6 +58,7 @@ class InterpretedRunner:
         for register, tensor in zip(program.captured.values(), captured, strict=True):
             self._values[register] = tensor
         self._published: dict[int, Any] = {}
+        self._symbols: dict[int, int] = {}
         self._messages = queue.SimpleQueue()
         self._cancelled = self._committed = self._committing = False
         self._error: BaseException | None = None
@@ -71,6 +73,16 @@ class InterpretedRunner:
     def send(self, message: Any) -> None:
         """Feeds a tensor or number, or tells which case was taken."""
         self._messages.put(message)
+
+    def bind(self, symbol: int, value: int) -> None:
+        """Tells what a symbol in sizes is in this iteration."""
+        with self._condition:
+            self._symbols[symbol] = value
+            self._condition.notify_all()
+
+    def bound(self, symbol: int) -> int | None:
+        """What a symbol is, None if it is not known yet."""
+        return self._symbols.get(symbol)
 
     def fetch(self, slot: int) -> Any:
         """The value of a fetch slot, once it is there."""
@@ -262,7 +274,7 @@ class InterpretedRunner:
             return
         for out, value, shape in zip(call.outs, flat(returned), call.shapes or call.outs, strict=True):
             if out is not None:
-                if isinstance(shape, tuple) and tuple(value.shape) != shape:
+                if isinstance(shape, tuple) and tuple(value.shape) != tuple(map(self._size, shape)):
                     raise RuntimeError(
                         f"{call.target} (from {describe(call.location)}) gave shape {tuple(value.shape)} "
                         f"where traces had {shape}"
@@ -279,7 +291,25 @@ class InterpretedRunner:
             return self._values[argument.index]
         if isinstance(argument, tuple):
             return [self._resolve(a) for a in argument]
-        return argument
+        return self._size(argument)
+
+    def _size(self, argument: Any) -> Any:
+        if not isinstance(argument, Size):
+            return argument
+        value = value_of(argument, self._wait_for_symbol)
+        if value is None:
+            raise RuntimeError("a size is none in this iteration")
+        return value
+
+    def _wait_for_symbol(self, symbol: int) -> int:
+        began = time.perf_counter()
+        with self._condition:
+            while symbol not in self._symbols and not self._cancelled:
+                self._condition.wait()
+        self._stall_s += time.perf_counter() - began
+        if self._cancelled:
+            raise Cancelled
+        return self._symbols[symbol]
 
 
 def _positional(call: Call) -> int:

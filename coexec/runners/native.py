@@ -13,6 +13,7 @@ import torch
 
 from coexec._native import core
 from coexec.location import describe
+from coexec.runners.sizes import encoded as encoded_size
 from coexec.tracegraph.program import (
     Call,
     Commit,
@@ -26,6 +27,7 @@ from coexec.tracegraph.program import (
     Reg,
     Switch,
 )
+from coexec.tracegraph.sizes import Size, varies
 
 
 class NativeRunner:
@@ -38,6 +40,8 @@ class NativeRunner:
         self.core: Any = core.Runner() if before is None else core.Runner(before.core)
         self.watched = False  # somebody times what Python waits for
         self.send = self.core.send
+        self.bind = self.core.bind
+        self.bound = self.core.bound
         self.fetch = self.core.fetch
         self.commit = self.core.commit
         self.wait_for_commit = self.core.wait_for_commit
@@ -76,6 +80,7 @@ def encoded(program: Program) -> Any:
             program.registers,
             list(program.captured.values()),
             program.fetch_slots,
+            program.symbols,
             [encoded_instruction(i) for i in program.instructions],
         )
         entry = _cache[id(program)] = (program, native)
@@ -113,7 +118,7 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
                 "outs": _or_minus_one(instruction.outs),
                 "when": int(instruction.when),
                 "grad_mode": instruction.grad_mode,
-                "shapes": [None if s is None else list(s) for s in instruction.shapes],
+                "shapes": [None if s is None else [encoded_size(d) for d in s] for s in instruction.shapes],
                 "where": describe(instruction.location),
             }
         case Feed():
@@ -144,8 +149,10 @@ def _or_minus_one(outs: Sequence[int | None]) -> list[int]:
 def _encode_argument(argument: Any) -> tuple[str, Any]:
     if isinstance(argument, Reg):
         return ("r", argument.index)
+    if isinstance(argument, Size):
+        return ("s", encoded_size(argument))
     if isinstance(argument, tuple):
-        if _holds_register(argument):
+        if _holds_register(argument) or varies(argument):
             return ("l", [_encode_argument(a) for a in argument])
         return ("c", list(argument))
     return ("c", argument)

@@ -38,6 +38,7 @@ from coexec.runners.placeholder import (
 )
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
 from coexec.runners.results import Results, alive, announce, publish, results_of
+from coexec.runners.sizes import Sizes
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
@@ -268,12 +269,28 @@ class PythonRunner(EnteredNatively):
             if node.backward:
                 self.catch_up()  # it may have to add to gradients
                 self._check_hooks()
-            if node.key == whole_key and fit(node.numbers, numbers):
+            sizes = Sizes(self.graph_runner, self.skeleton.graph.symbols)
+            if self._fits(node, whole_key, numbers, sizes):
                 chosen = self._alternative(node, tensors, numbers)
                 if chosen is not None:
                     index, implicit = chosen
+                    sizes.keep()
                     return self._take(node, index, tensors, implicit, numbers, key, state, location)
         raise Mismatch("CX0001", difference(it, self.skeleton, function, nearest, whole_key, numbers))
+
+    @staticmethod
+    def _fits(node: Node, key: Any, numbers: list[Number], sizes: Sizes) -> bool:
+        own: Any = node.key
+        if own == key:  # also in sizes
+            return fit(node.numbers, numbers) and sizes.numbers_fit(node.numbers, numbers)
+        return (
+            own[:2] == key[:2]
+            and len(own[2]) == len(key[2])
+            and all(map(sizes.fit, own[2], key[2]))
+            and fit(node.numbers, numbers)
+            and sizes.numbers_fit(node.numbers, numbers)
+            and all(sizes.concrete(o.meta) is not None for o in node.outputs)
+        )
 
     def _check_exposed(self) -> None:
         """Arrays on memory of the graph have to be as they were, for the graph knows nothing of them."""
@@ -361,7 +378,8 @@ class PythonRunner(EnteredNatively):
                 if grad != bindings[position + 1]:
                     return None
             else:
-                if calls.meta_of(grad) != meta:
+                sizes = Sizes(self.graph_runner, self.skeleton.graph.symbols)
+                if meta is None or not sizes.fit(meta, calls.meta_of(grad)):
                     return None
                 if self._binding(grad, node, position + 1, {}) != bindings[position + 1]:
                     return None
@@ -442,10 +460,10 @@ class PythonRunner(EnteredNatively):
             if number in rebound:  # only placeholders are
                 symbol = it.symbols[id(tensors[rebound[number]])]
                 if symbol.meta != output.meta:
-                    realize(symbol.tensor, make_placeholder(output.meta))
+                    realize(symbol.tensor, self._placeholder(output.meta))
                 symbol.binding, symbol.meta, symbol.history = binding, output.meta, output.history
             else:
-                tensor = make_placeholder(output.meta)
+                tensor = self._placeholder(output.meta)
                 symbol = it.symbols[id(tensor)] = Symbol(tensor, binding, output.meta, output.history)
             it.placeholders[node.id, number] = symbol
             new.append(symbol.tensor)
@@ -453,6 +471,11 @@ class PythonRunner(EnteredNatively):
             leaf = tokens[grad.leaf]
             it.grads[self._leaf_id(leaf)] = (leaf, Produced(node.id, grad.output))
         return calls.build(node.result, new, tensors)
+
+    def _placeholder(self, meta: TensorMeta) -> torch.Tensor:
+        concrete = Sizes(self.graph_runner, self.skeleton.graph.symbols).concrete(meta)
+        assert concrete is not None  # the event would not have fitted
+        return make_placeholder(concrete)
 
     def _fetched(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
         began = time.perf_counter()
@@ -489,8 +512,8 @@ class PythonRunner(EnteredNatively):
 
     def _set_grad(self, leaf: torch.Tensor, value: torch.Tensor | None) -> None:
         if value is not None:
-            ours, theirs = self._meta(leaf), self._meta(value)
-            if (ours.shape, ours.dtype, ours.device) != (theirs.shape, theirs.dtype, theirs.device):
+            self._meta(leaf), self._meta(value)  # tensors that could be among the graph's
+            if (leaf.shape, leaf.dtype, leaf.device) != (value.shape, value.dtype, value.device):
                 raise Mismatch("CX0001", "a gradient of another shape or type was assigned")
         leaf_token, value_token = (
             self.iteration.token_of(leaf),

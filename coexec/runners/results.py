@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.iteration import Iteration
 from coexec.runners.native import NativeRunner
 from coexec.runners.placeholder import Symbol, dressed, realize
+from coexec.runners.sizes import is_symbolic
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls
 from coexec.tracegraph.program import Rebase
@@ -74,8 +76,12 @@ class _Value:
             # An index may have been fed: the view of the shadow knows.
             shift = rebase.shift if self.compiled else value.storage_offset()
             offset = int(self.base.storage_offset()) + shift
-            value = torch.as_strided(self.base.detach(), meta.shape, meta.stride, offset)
+            value = torch.as_strided(self.base.detach(), *self._geometry(value), offset)
         return dressed(value, meta, self.output.history)
+
+    def _geometry(self, value: torch.Tensor) -> tuple[Any, Any]:
+        meta = self.output.meta
+        return (value.shape, value.stride()) if is_symbolic(meta) else (meta.shape, meta.stride)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from coexec._native import core
 from coexec.runners.iteration import Iteration
 from coexec.runners.placeholder import Symbol
 from coexec.runners.records import EventRecord, GradRecord
+from coexec.runners.sizes import encoded, is_symbolic
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.graph import Captured, Fed, Node, NumberSlot, TraceGraph
@@ -75,7 +76,9 @@ def make_walker(
     nodes = [
         _node(n, program, into.get(n.id, {}), outputs[n.id], n.id not in special, itself) for n in graph.nodes
     ]
-    return core.Walker(nodes, {s: [n.id for n in t] for s, t in children.items()}, NAMES, ambient)
+    ranges = [(s.low, s.high) for s in graph.symbols]
+    following = {s: [n.id for n in t] for s, t in children.items()}
+    return core.Walker(nodes, following, NAMES, ambient, ranges)
 
 
 def _node(
@@ -134,7 +137,9 @@ def _looks_at_numbers(node: Node) -> bool:
     if node.kind is not Kind.FETCH or node.function not in (torch.Tensor.item, counts_of):
         return False
     key: Any = node.key
-    return _is_plain(node) and all(math.prod(m.shape) == 1 and m.dtype in _NUMBERS for m in key[2])
+    return _is_plain(node) and all(
+        not is_symbolic(m) and math.prod(m.shape) == 1 and m.dtype in _NUMBERS for m in key[2]
+    )
 
 
 def _is_plain(node: Node) -> bool:
@@ -153,9 +158,9 @@ def _is_plain(node: Node) -> bool:
 def encoded_meta(meta: TensorMeta) -> dict[str, Any]:
     """A tensor's metadata as the native code reads it."""
     return {
-        "shape": list(meta.shape),
-        "stride": list(meta.stride),
-        "offset": meta.offset,
+        "shape": [encoded(s) for s in meta.shape],
+        "stride": [encoded(s) for s in meta.stride],
+        "offset": encoded(meta.offset),
         "dtype": meta.dtype,
         "device": meta.device,
         "requires_grad": meta.requires_grad,
@@ -168,7 +173,7 @@ def encoded_slot(slot: NumberSlot) -> dict[str, Any]:
     """A number slot as the native code reads it."""
     classes = slot.classes or ()
     return {
-        "value": slot.value,
+        "value": encoded(slot.value),
         "varies": slot.classes is not None,
         "examples": [calls.example_of(c) for c in classes],
     }

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from coexec.tracegraph.sizes import Size, Symbol
 from coexec.tracegraph.trace import (
     Computed,
     Constant,
@@ -56,11 +57,11 @@ NodeSource = Computed | Captured | Fed | Constant
 class NumberSlot:
     """A Python number among the arguments of an event.
 
-    `classes` is None while every trace had the same number; otherwise the number is fed, and may be
-    any number of these classes (see `calls.number_class`).
+    `classes` is None while every trace had the same number, or the same expression in sizes; otherwise the
+    number is fed, and may be any number of these classes (see `calls.number_class`).
     """
 
-    value: Number
+    value: Number | Size
     classes: frozenset[Hashable] | None = None
 
 
@@ -130,6 +131,8 @@ class TraceGraph:
         captured: uid of each captured external tensor.
         shared: groups of external tensors that shared memory in some trace (or may be the same).
         traces: how many traces were merged.
+        symbols: what each symbol in sizes may be.
+        general: whether the latest trace differs from others in sizes only, all of which are symbolic.
     """
 
     nodes: tuple[Node, ...]
@@ -137,6 +140,8 @@ class TraceGraph:
     captured: tuple[int, ...]
     shared: tuple[frozenset[Captured | Fed], ...]
     traces: int
+    symbols: tuple[Symbol, ...] = ()
+    general: bool = False
 
     def __str__(self) -> str:
         from coexec.tracegraph.text import format_graph

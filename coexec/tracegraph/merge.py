@@ -3,7 +3,7 @@
 A trace is followed from `START`. Each event is matched with a child of the latest matched node; else
 it is merged back into an equal node elsewhere if that keeps the graph acyclic; else it becomes a new
 node. Merging is repeated from the first trace on whenever a trace is added: what varies between
-iterations (external tensors, numbers) shows only when traces are laid side by side.
+iterations (external tensors, numbers, sizes) shows only when traces are laid side by side.
 
 Source: Terra, section 3.2.2 ("TraceGraph").
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import networkx as nx
 
+from coexec.tracegraph.generalize import generalize
 from coexec.tracegraph.graph import (
     END,
     START,
@@ -31,12 +32,15 @@ from coexec.tracegraph.graph import (
     NumberSlot,
     TraceGraph,
 )
-from coexec.tracegraph.numbers import same_number, unify, unify_slots, varying
+from coexec.tracegraph.numbers import same_number, same_sizes, unify, unify_slots, varying
+from coexec.tracegraph.sizes import Size
 from coexec.tracegraph.trace import Computed, Event, External, Number, Operation, Produced, Source, Trace
 
 
 def merge(traces: Sequence[Trace]) -> TraceGraph:
     """Merges traces, in order, into one graph that covers all of them."""
+    general = generalize(traces)
+    traces = general.traces
     seen = Counter(uid for t in traces for uid in {e.uid for e in t.externals})
     parameters = {e.uid for t in traces for e in t.externals if e.parameter}
     exposed = {e.uid for t in traces for e in t.externals if e.exposed}
@@ -48,7 +52,8 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
             builder.add(trace)
         conflicting = builder.conflicting_captures()
         if not conflicting and not builder.ambiguous:
-            return builder.freeze(len(traces))
+            graph = builder.freeze(len(traces))
+            return replace(graph, symbols=general.symbols, general=general.latest)
         captured -= conflicting
         path_dependent |= builder.ambiguous
 
@@ -59,7 +64,9 @@ class _Draft:
 
     node: Node
     alternatives: list[Alternative] = field(default_factory=list)
-    seen: list[list[dict[tuple[int, int], Number]]] = field(default_factory=list)  # numbers on each path
+    seen: list[list[dict[tuple[int, int], Number | Size]]] = field(
+        default_factory=list
+    )  # numbers on each path
 
 
 class _Builder:
@@ -107,7 +114,7 @@ class _Builder:
     ) -> bool:
         draft = self.drafts[candidate]
         node = draft.node
-        if _identity(event) != _identity(node):
+        if _identity(event) != _identity(node) or not same_sizes(node.numbers, event.numbers):
             return False
         candidates = varying(candidate, node.numbers, event.numbers)
         if event.backward:  # it uses numbers of the events before it
@@ -252,12 +259,15 @@ class _Builder:
             for column in zip(*(a.bindings for a in draft.alternatives), strict=True)
         ]
 
-    def _pins(self, seen: list[dict[tuple[int, int], Number]]) -> tuple[tuple[int, int, Number], ...]:
+    def _pins(self, seen: list[dict[tuple[int, int], Number | Size]]) -> tuple[tuple[int, int, Number], ...]:
         """Numbers that vary in the graph, but never did where these were seen."""
         pins = []
         for (node, slot), value in seen[0].items():
             varies = self.drafts[node].node.numbers[slot].classes is not None
-            if varies and all(same_number(numbers[node, slot], value) for numbers in seen):
+            if isinstance(value, Size) or not varies:
+                continue
+            others = [numbers[node, slot] for numbers in seen]
+            if all(not isinstance(o, Size) and same_number(o, value) for o in others):
                 pins.append((node, slot, value))
         return tuple(pins)
 
@@ -283,7 +293,7 @@ class _Builder:
         return TraceGraph(nodes, edges, tuple(self.captured), shared, traces)
 
 
-def _numbers_on(path: list[int], trace: Trace) -> dict[tuple[int, int], Number]:
+def _numbers_on(path: list[int], trace: Trace) -> dict[tuple[int, int], Number | Size]:
     return {
         (node, slot): number
         for node, event in zip(path, trace.events, strict=False)

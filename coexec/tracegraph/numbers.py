@@ -13,6 +13,7 @@ from typing import Any
 
 from coexec.tracegraph.calls import number_class
 from coexec.tracegraph.graph import FedNumber, NumberOrigin, NumberSlot
+from coexec.tracegraph.sizes import Size
 from coexec.tracegraph.trace import Number, Operation
 
 #: What PyTorch's composite operations do to a number on its way to the kernel.
@@ -47,24 +48,39 @@ class Varying:
     theirs: Number
 
 
-def varying(node: int, slots: Sequence[NumberSlot], numbers: Sequence[Number]) -> list[Varying]:
+def varying(node: int, slots: Sequence[NumberSlot], numbers: Sequence[Number | Size]) -> list[Varying]:
     """The slots of a node that are fed, or have to be from now on."""
     return [
         Varying(node, index, slot.value, number)
         for index, (slot, number) in enumerate(zip(slots, numbers, strict=True))
+        if not isinstance(slot.value, Size) and not isinstance(number, Size)
         if slot.classes is not None or not same_number(slot.value, number)
     ]
 
 
 def fit(slots: Sequence[NumberSlot], numbers: Sequence[Number]) -> bool:
-    """Whether a call's numbers are those that its slots say, or may be fed in their place."""
+    """Whether a call's numbers are those that its slots say, or may be fed in their place.
+
+    What sizes say has to be looked at by itself.
+    """
     for slot, number in zip(slots, numbers, strict=True):
+        if isinstance(slot.value, Size):
+            continue
         if slot.classes is None:
             if not same_number(slot.value, number):
                 return False
         elif number_class(number) not in slot.classes:
             return False
     return True
+
+
+def same_sizes(slots: Sequence[NumberSlot], numbers: Sequence[Number | Size]) -> bool:
+    """Whether a node and an event have the same expressions among their numbers."""
+    return all(
+        slot.value == number
+        for slot, number in zip(slots, numbers, strict=True)
+        if isinstance(slot.value, Size) or isinstance(number, Size)
+    )
 
 
 def agreements(operations: Sequence[Operation]) -> tuple[tuple[NumberOrigin, ...], ...]:
@@ -88,11 +104,13 @@ def fed_numbers(args: Any) -> Iterator[FedNumber]:
             yield from fed_numbers(a)
 
 
-def unify_slots(slots: Sequence[NumberSlot], numbers: Sequence[Number]) -> tuple[NumberSlot, ...]:
+def unify_slots(slots: Sequence[NumberSlot], numbers: Sequence[Number | Size]) -> tuple[NumberSlot, ...]:
     """The slots of a node after another trace had `numbers` in them."""
     out = []
     for slot, number in zip(slots, numbers, strict=True):
-        if slot.classes is None and same_number(slot.value, number):
+        if isinstance(slot.value, Size) or isinstance(number, Size):
+            out.append(slot)  # both have the same expression
+        elif slot.classes is None and same_number(slot.value, number):
             out.append(slot)
         else:
             classes = slot.classes or frozenset({number_class(slot.value)})

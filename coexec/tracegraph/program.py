@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from coexec.tracegraph.graph import Captured, Fed
-from coexec.tracegraph.trace import TensorMeta
+from coexec.tracegraph.trace import Dimension, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Call:
     location: int
     release: tuple[int, ...] = ()
     grad_mode: bool = False
-    shapes: tuple[tuple[int, ...] | None, ...] = ()
+    shapes: tuple[tuple[Dimension, ...] | None, ...] = ()
     random: bool = False
 
 
@@ -183,6 +183,7 @@ class Program:
         random: whether it draws random numbers.
         metas: metadata of the registers that hold tensors.
         kept: registers that Python may read after the end.
+        symbols: how many symbols its sizes have.
         blocks: (first, last + 1) of every stretch of instructions without control flow.
         compiled: how many operations each compiled block has, if blocks were compiled.
         uncompiled: the instructions that compiled blocks have replaced.
@@ -202,6 +203,7 @@ class Program:
     random: bool
     metas: dict[int, TensorMeta]
     kept: frozenset[int]
+    symbols: int = 0
     blocks: tuple[tuple[int, int], ...] = ()
     compiled: tuple[int, ...] = ()
     uncompiled: tuple[Instruction, ...] = ()

@@ -45,6 +45,7 @@ from coexec.tracegraph.program import (
     Switch,
     When,
 )
+from coexec.tracegraph.sizes import Size
 from coexec.tracegraph.trace import Computed, Constant, Input, Kind, Local, Result, TensorMeta
 
 RANDOM_STATE = -1  # stands for the default generators' state among memory
@@ -231,7 +232,9 @@ class _Lowering:
         fed = tuple(o for o in self.fed_numbers if o.node == node.id)
         for origin in fed:
             self.numbers[origin] = self._register()
-            example = TRANSFORMS[origin.transform](node.numbers[origin.slot].value)
+            value = node.numbers[origin.slot].value
+            assert not isinstance(value, Size)  # sizes are not fed
+            example = TRANSFORMS[origin.transform](value)
             self.emitted.append(_Emitted(Feed(self.numbers[origin], example, node.location)))
         return tuple((o.slot, o.transform, False) for o in fed)
 
@@ -374,6 +377,7 @@ class _Lowering:
             random=self.random,
             metas=self.register_metas,
             kept=frozenset(kept),
+            symbols=len(self.graph.symbols),
             blocks=straight_stretches(instructions),
         )
 
@@ -382,7 +386,7 @@ class _Lowering:
 
         def tiny(emitted: _Emitted) -> bool:
             metas = [self.register_metas.get(r) for r in emitted.uses | emitted.defines]
-            return all(m is not None and math.prod(m.shape) <= TINY for m in metas)
+            return all(m is not None and _numel(m) <= TINY for m in metas)
 
         movable = [
             Movable(
@@ -437,7 +441,10 @@ class _Lowering:
         always = self.views["r", register] == self.views["r", bound]
         if not always and bound not in self.shadow:
             raise SharedShadow  # nothing to tell by which it is
-        shift = meta.offset - self.metas[external].offset
+        offset, start = meta.offset, self.metas[external].offset
+        if isinstance(offset, Size) or isinstance(start, Size):
+            raise SharedShadow
+        shift = offset - start
         return Rebase(external, shift, None if always else self.shadow[bound])
 
     def _seen(self, kept: set[int]) -> frozenset[Fed]:
@@ -534,6 +541,11 @@ def _may_fail(instruction: Instruction) -> bool:
     if not isinstance(instruction, Call):
         return False
     return instruction.target._schema.name.removeprefix("aten::").startswith(_CHECK_VALUES)
+
+
+def _numel(meta: TensorMeta) -> float:
+    """How many elements a tensor has; infinitely many if that varies."""
+    return math.prod(math.inf if isinstance(n, Size) else n for n in meta.shape)
 
 
 def _copied(source: int, out: int, meta: TensorMeta) -> tuple[Call, Call]:

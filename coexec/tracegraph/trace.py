@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
+from coexec.tracegraph.sizes import Size
+
 Number = float | int
+Dimension = int | Size
 
 
 class Kind(enum.Enum):
@@ -32,12 +35,13 @@ class Kind(enum.Enum):
 class TensorMeta:
     """Everything about a tensor that Python may see without looking at its values.
 
-    Where in its memory a tensor begins is noted but makes no difference: batches are often slices.
+    Where in its memory a tensor begins is noted but makes no difference: batches are often slices. Sizes that
+    vary are expressions in merged traces, see `coexec.tracegraph.generalize`.
     """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = field(compare=False)
+    shape: tuple[Dimension, ...]
+    stride: tuple[Dimension, ...]
+    offset: Dimension = field(compare=False)
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -183,7 +187,7 @@ class Event:
     name: str
     key: Hashable
     location: int
-    numbers: tuple[Number, ...]
+    numbers: tuple[Number | Size, ...]
     inputs: tuple[Binding, ...]
     implicit_metas: tuple[TensorMeta | None, ...]
     sources: tuple[Source, ...]

@@ -1,0 +1,89 @@
+"""Sizes that vary, in the iteration that is running.
+
+In:  what a node says of sizes, and what a call's tensors and numbers have.
+Out: whether they agree, and the values of symbols that this call is the first to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from coexec.runners.graph_runner import GraphRunner
+from coexec.tracegraph.graph import NumberSlot
+from coexec.tracegraph.sizes import Size, Symbol, number_of, value_of, varies
+from coexec.tracegraph.trace import Dimension, Number, TensorMeta
+
+
+class Sizes:
+    """The symbols of an iteration, as one call sees them; `keep` when the call has been matched."""
+
+    def __init__(self, graph_runner: GraphRunner, symbols: Sequence[Symbol]) -> None:
+        self._graph_runner = graph_runner
+        self._symbols = symbols
+        self._new: dict[int, int] = {}
+
+    def keep(self) -> None:
+        """Tells the GraphRunner what symbols are."""
+        for symbol, value in self._new.items():
+            self._graph_runner.bind(symbol, value)
+
+    def fit(self, expected: TensorMeta, given: TensorMeta) -> bool:
+        """Whether a tensor has the metadata that a node expects."""
+        if expected == given:  # of a placeholder, whose sizes are symbolic
+            return True
+        if not is_symbolic(expected) or is_symbolic(given) or len(expected.shape) != len(given.shape):
+            return False
+        if replace(expected, shape=given.shape, stride=given.stride) != given:
+            return False
+        pairs = zip((*expected.shape, *expected.stride), (*given.shape, *given.stride), strict=True)
+        return all(isinstance(g, int) and self._fits(e, g) for e, g in pairs)
+
+    def numbers_fit(self, slots: Sequence[NumberSlot], numbers: Sequence[Number]) -> bool:
+        """Whether the numbers of a call have the values that expressions in sizes say."""
+        return all(
+            number.__class__ is int and self._fits(slot.value, number)
+            for slot, number in zip(slots, numbers, strict=True)
+            if isinstance(slot.value, Size)
+        )
+
+    def concrete(self, meta: TensorMeta) -> TensorMeta | None:
+        """Metadata with the sizes of this iteration; None if one of them has no value."""
+        if not is_symbolic(meta):
+            return meta
+        values = [value_of(s, self._value) for s in (*meta.shape, *meta.stride, meta.offset)]
+        if any(v is None for v in values):
+            return None
+        known: Any = values
+        rank = len(meta.shape)
+        return replace(meta, shape=tuple(known[:rank]), stride=tuple(known[rank:-1]), offset=known[-1])
+
+    def _fits(self, size: Any, value: Any) -> bool:
+        symbol = number_of(size) if isinstance(size, Size) else None
+        if symbol is not None and self._value(symbol) is None:
+            if not self._symbols[symbol].admits(value):
+                return False
+            self._new[symbol] = value
+            return True
+        return bool(value_of(size, self._value) == value)
+
+    def _value(self, symbol: int) -> int | None:
+        new = self._new.get(symbol)
+        return self._graph_runner.bound(symbol) if new is None else new
+
+
+def is_symbolic(meta: TensorMeta) -> bool:
+    """Whether a tensor's metadata holds sizes that vary."""
+    return varies(meta.shape) or varies(meta.stride) or isinstance(meta.offset, Size)
+
+
+def encoded(size: Dimension | Number) -> Any:
+    """A size as the native code reads it."""
+    if not isinstance(size, Size):
+        return size
+    number = number_of(size)
+    if number is not None:
+        return (number,)
+    terms = [(c, [(f,) if isinstance(f, int) else encoded(f) for f in factors]) for c, factors in size.terms]
+    return (size.constant, size.divisor, size.exact, terms)
