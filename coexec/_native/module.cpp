@@ -69,6 +69,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(scalar_type)));
     return py::reinterpret_borrow<py::object>(dtype);
   });
+  m.def("size_value", [](const py::handle& encoded, const std::vector<int64_t>& symbols) {
+    return coexec::size_of(encoded).value([&](int64_t s) -> std::optional<int64_t> { return symbols.at(s); });
+  });
   py::class_<coexec::Program, std::shared_ptr<coexec::Program>>(m, "Program").def(py::init(&coexec::make_program));
   py::class_<Runner>(m, "Runner")
       .def(py::init([] { return std::make_unique<Runner>(std::make_shared<coexec::Worker>()); }))

@@ -111,6 +111,8 @@ def varies(value: Any) -> bool:
 
 Values = tuple[int, ...]  # of one place, in each trace
 
+#: Sizes of which products of any three are tried.
+_MANY = 10
 #: Divisors of convolutions' and poolings' strides, of chunks and splits.
 _DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
@@ -151,8 +153,10 @@ class Expressions:
         return values in self._found or self._multiple(values, degree=1) is not None
 
     def _products(self, degree: int) -> list[tuple[tuple[Any, ...], Values]]:
-        bases: list[tuple[Any, Values]] = [*self._symbols]
-        bases += [(s, v) for v, s in self._found.items() if number_of(s) is None and s.divisor != 1]
+        derived = [(s, v) for v, s in self._found.items() if s.constant or s.divisor != 1 or len(s.terms) > 1]
+        bases: list[tuple[Any, Values]] = [*self._symbols, *derived]
+        if len(bases) > _MANY:
+            degree, bases = min(degree, 2), bases[:_MANY] + bases[-_MANY:]
         out = []
         for n in range(1, degree + 1):
             for chosen in itertools.combinations_with_replacement(bases, n):

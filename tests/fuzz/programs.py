@@ -89,7 +89,7 @@ OPTIMIZERS = [
     "torch.optim.RMSprop({p}, lr=0.01, momentum=0.1)",
     "torch.optim.Adagrad({p}, lr=0.05)",
 ]
-SIZES = ["[4]", "[4, 4, 4, 3]", "[4, 3, 5, 4, 2]"]
+SIZES = ["[4]", "[4, 4, 4, 3]", "[4, 3, 5, 4, 2]", "[4, 6, 5, 7, 3, 8, 5, 9]", "[12, 7, 9, 1, 10, 0, 8]"]
 
 
 @dataclass(frozen=True)
