@@ -16,16 +16,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coexec.tracegraph.lifting import lift
 from coexec.tracegraph.numbers import TRANSFORMS, same_number
-from coexec.tracegraph.places import Place, mapped
+from coexec.tracegraph.places import Place, numbers_in, outline, with_sizes
 from coexec.tracegraph.sizes import Expressions, Size, Symbol, Values, fixed, value_range
 from coexec.tracegraph.trace import Computed, Event, External, Input, Local, Trace
 
 #: Traces with different sizes before these become symbolic: two points fit too many expressions.
 ENOUGH = 3
-
-#: What marks a number that is taken out.
-_HOLE = "a size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +46,27 @@ def generalize(traces: Sequence[Trace]) -> Generalized:
     out = list(traces)
     names: dict[Hashable, int] = {}  # what each symbol is, in all groups
     values: dict[int, list[int]] = defaultdict(list)
-    latest = False
+    made_symbolic: list[list[int]] = []
     for members in _groups(traces):
         group = _Group([traces[i] for i in members], names)
         made = group.symbolic()
         if made is None:
             continue
-        latest = latest or members[-1] == len(traces) - 1
+        made_symbolic.append(members)
         for index, trace in zip(members, made, strict=True):
             out[index] = trace
         for number, seen in group.symbols.items():
             values[number] += seen
+    symbolic = [out[members[0]] for members in made_symbolic]
+    for index, trace in enumerate(traces):
+        if not any(index in members for members in made_symbolic):
+            lifted = lift(trace, symbolic)
+            if lifted is not None:
+                out[index], seen_values = lifted
+                for number, value in seen_values.items():
+                    values[number].append(value)
     ranges = tuple(value_range(values[n]) if n in values else Symbol(0, -1) for n in range(len(names)))
+    latest = any(members[-1] == len(traces) - 1 for members in made_symbolic)
     return Generalized(tuple(out), ranges, latest)
 
 
@@ -80,11 +87,7 @@ def _groups(traces: Sequence[Trace]) -> list[list[int]]:
 
 def _outline(trace: Trace) -> Hashable:
     """A trace without its numbers."""
-
-    def hole(_: Place, n: Any) -> Any:
-        return float if n.__class__ is float else _HOLE
-
-    return tuple(mapped(e, hole) for e in trace.events)
+    return tuple(map(outline, trace.events))
 
 
 # --- one group ----------------------------------------------------------------------------------
@@ -154,40 +157,24 @@ class _Group:
         trace = self.traces[member]
         events = []
         for event, column, sizes in zip(trace.events, self.columns, found, strict=True):
-            cells = iter(column)
+            if not sizes:
+                events.append(event)
+                continue
             left = {place: iter(values) for place, values in sizes.items()}
-
-            def size(_: Place, n: Any, cells: Any = cells, left: dict[Place, Any] = left) -> Any:
-                place, values = next(cells)
-                replaced = next(left[place]) if _differ(values) else None
-                return n if replaced is None else replaced
-
-            made = mapped(event, size)
-            outputs = []
-            for index, (new, old) in enumerate(zip(made.outputs, event.outputs, strict=True)):
-                offset = sizes.get(Place("offset", index, 0), [old.meta.offset])[0]
-                meta = replace(new.meta, offset=old.meta.offset if offset is None else offset)
-                outputs.append(replace(new, kept=old.kept, uid=old.uid, meta=meta))
-            events.append(replace(made, outputs=tuple(outputs)))
+            replaced = [next(left[place]) if _differ(values) else None for place, values in column]
+            offsets = [sizes.get(Place("offset", i, 0), [None])[0] for i in range(len(event.outputs))]
+            events.append(with_sizes(event, replaced, offsets))
         return replace(trace, events=tuple(events))
 
 
 def _columns(events: Sequence[Event]) -> list[Column]:
-    rows: list[list[tuple[Place, Any]]] = []
-    for event in events:
-        row: list[tuple[Place, Any]] = []
-        rows.append(row)
-
-        def note(place: Place, n: Any, row: list[tuple[Place, Any]] = row) -> Any:
-            row.append((place, n))
-            return n
-
-        mapped(event, note)
-    return [(cells[0][0], tuple(n for _, n in cells)) for cells in zip(*rows, strict=True)]
+    rows = [numbers_in(event) for event in events]
+    return [(cells[0][0], tuple([n for _, n in cells])) for cells in zip(*rows, strict=True)]
 
 
 def _differ(values: tuple[Any, ...]) -> bool:
-    return any(not same_number(v, values[0]) for v in values)
+    first = values[0]
+    return any(v is not first and not same_number(v, first) for v in values)
 
 
 def _is_size(place: Place, values: tuple[Any, ...]) -> bool:
@@ -291,7 +278,9 @@ class _Attempt:
             offsets = fixed(e.outputs[number].meta.offset for e in events)
             external = _external_of(self.traces[0], index, output.value)
             if external is None:
-                out[Place("offset", number, 0)] = [self._size(index, offsets)]
+                size = self._size(index, offsets)
+                if isinstance(size, Size):
+                    out[Place("offset", number, 0)] = [size]
             elif any(e.outputs[number].kept for e in events):
                 starts = fixed(t.externals[external].meta.offset for t in self.traces)
                 if len({o - s for o, s in zip(offsets, starts, strict=True)}) > 1:

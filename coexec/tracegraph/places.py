@@ -6,12 +6,13 @@ Out: the event with some of its numbers replaced, in an order that is always the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from coexec.tracegraph.numbers import takes_numbers
-from coexec.tracegraph.trace import Event, Operation, TensorMeta
+from coexec.tracegraph.sizes import Size
+from coexec.tracegraph.trace import Event, Operation, Result, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,42 +34,47 @@ class Place:
 Replace = Callable[[Place, Any], Any]
 
 
+_HOLDS_NUMBERS = (tuple, int, float, Size)
+
+
 def mapped(event: Event, number: Replace) -> Event:
     """An event with every size, and every float, replaced; always in the same order.
 
     Numbers below two are left as they are.
     """
 
-    def one(place: Place, value: Any) -> Any:
-        if value.__class__ is float or (value.__class__ is int and value >= 2):
-            return number(place, value)
-        return value
+    def one(n: Any, kind: str, index: int, position: int) -> Any:
+        if n.__class__ is float or n.__class__ is Size or (n.__class__ is int and n >= 2):
+            return number(Place(kind, index, position), n)
+        return n
 
     def meta(m: TensorMeta, where: str, index: int) -> TensorMeta:
-        return replace(
-            m,
-            shape=tuple([one(Place(f"{where} shape", index, d), n) for d, n in enumerate(m.shape)]),
-            stride=tuple([one(Place(f"{where} stride", index, d), n) for d, n in enumerate(m.stride)]),
-        )
+        shape = tuple([one(n, f"{where} shape", index, d) for d, n in enumerate(m.shape)])
+        stride = tuple([one(n, f"{where} stride", index, d) for d, n in enumerate(m.stride)])
+        if shape == m.shape and stride == m.stride:
+            return m
+        return TensorMeta(shape, stride, m.offset, m.dtype, m.device, m.requires_grad, m.is_leaf)
 
-    def argument(place: Place, value: Any) -> Any:
-        if value.__class__ is tuple:
-            return tuple([argument(place, v) for v in value])
-        return one(place, value)
+    def argument(a: Any, kind: str, index: int, position: int) -> Any:
+        if a.__class__ is tuple:
+            return tuple([argument(v, kind, index, position) for v in a])
+        return one(a, kind, index, position)
 
     def operation(index: int, o: Operation) -> Operation:
         args = []
         for position, a in enumerate(o.args):
-            kind = "value" if takes_numbers(o.target, position) else "argument"
-            args.append(argument(Place(kind, index, position), a))
+            if a.__class__ in _HOLDS_NUMBERS:
+                kind = "value" if takes_numbers(o.target, position) else "argument"
+                a = argument(a, kind, index, position)
+            args.append(a)
         results = tuple(
-            None if r is None else replace(r, meta=meta(r.meta, "result", index)) for r in o.results
+            [None if r is None else Result(meta(r.meta, "result", index), r.alias) for r in o.results]
         )
-        return replace(o, args=tuple(args), results=results)
+        return Operation(o.target, tuple(args), results, o.writes, o.random, o.grad_mode)
 
     key: Any = event.key
     metas = tuple([meta(m, "input", i) for i, m in enumerate(key[2])])
-    numbers = tuple([one(Place("number", i, 0), n) for i, n in enumerate(event.numbers)])
+    numbers = tuple([one(n, "number", i, 0) for i, n in enumerate(event.numbers)])
     implicit = tuple(
         [None if m is None else meta(m, "implicit", i) for i, m in enumerate(event.implicit_metas)]
     )
@@ -84,3 +90,42 @@ def mapped(event: Event, number: Replace) -> Event:
         operations=operations,
         outputs=outputs,
     )
+
+
+def numbers_in(event: Event) -> list[tuple[Place, Any]]:
+    """The numbers of an event, in order."""
+    found: list[tuple[Place, Any]] = []
+
+    def note(place: Place, n: Any) -> Any:
+        found.append((place, n))
+        return n
+
+    mapped(event, note)
+    return found
+
+
+def outline(event: Event) -> Event:
+    """An event without its numbers."""
+    return mapped(event, lambda _, n: float if n.__class__ is float else int)
+
+
+def with_sizes(event: Event, sizes: Sequence[Any], offsets: Sequence[Any]) -> Event:
+    """An event with some of its numbers replaced.
+
+    Args:
+        event: the event.
+        sizes: for each of `numbers_in(event)`, what is in its place; None for the number itself.
+        offsets: the same for where each output begins in its memory.
+    """
+    left = iter(sizes)
+
+    def replaced(_: Place, n: Any) -> Any:
+        size = next(left)
+        return n if size is None else size
+
+    made = mapped(event, replaced)
+    outputs = []
+    for new, old, offset in zip(made.outputs, event.outputs, offsets, strict=True):
+        meta = replace(new.meta, offset=old.meta.offset if offset is None else offset)
+        outputs.append(replace(new, kept=old.kept, uid=old.uid, meta=meta))
+    return replace(made, outputs=tuple(outputs))
