@@ -113,6 +113,7 @@ class ProgramState:
     _graph_runner: GraphRunner | None = None
     _second_graph_runner: GraphRunner | None = None
     _table: Table | None = None
+    _apart: int = 0
     _until_retry: int = 0
     _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
     _merge_s: float = 0.0
@@ -172,7 +173,10 @@ class ProgramState:
         covered = merged.general or (before is not None and _shape(before) == _shape(merged))
         self.traces.append(trace)
         self.graph = merged
-        self.uncovered = 0 if covered else self.uncovered + 1
+        apart = len(self.updates.apart)
+        anew = apart != self._apart  # updates are other events from here on, so that earlier traces cover less
+        self._apart = apart
+        self.uncovered = 0 if covered or anew else self.uncovered + 1
         if covered:
             self._enter_coexecution()
         elif len(self.traces) >= self.options.max_traces:

@@ -87,6 +87,8 @@ def jobs(program: Program) -> list[Job]:
 
 def _parts(program: Program) -> dict[int, list[Part]]:
     """By its first instruction, what each block of the program becomes."""
+    if program.asks:
+        raise Unsupported("a library is compiled for sizes, and values decide about some")
     if program.symbols:
         raise Unsupported("a library is compiled for sizes, and sizes vary")
     outside = _uses_outside(program)

@@ -43,8 +43,9 @@ from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.exposed import expose
-from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding
+from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding, is_shaped_by_data
 from coexec.tracegraph.numbers import TRANSFORMS, agree, fit, same_number
+from coexec.tracegraph.program import NodePlan
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
 
 _T = TypeVar("_T")
@@ -289,7 +290,7 @@ class PythonRunner(EnteredNatively):
             and all(map(sizes.fit, own[2], key[2]))
             and fit(node.numbers, numbers)
             and sizes.numbers_fit(node.numbers, numbers)
-            and all(sizes.concrete(o.meta) is not None for o in node.outputs)
+            and (is_shaped_by_data(node) or all(sizes.concrete(o.meta) is not None for o in node.outputs))
         )
 
     def _check_exposed(self) -> None:
@@ -432,8 +433,30 @@ class PythonRunner(EnteredNatively):
                 record.exposure = expose(returned, values[0])
                 it.exposed.append(record.exposure)
             return returned
+        if plan.asks:
+            self._ask(node, plan)
         it.records.append(record)
         return self._results(node, tensors, tokens)
+
+    def _ask(self, node: Node, plan: NodePlan) -> None:
+        """Waits for sizes that values decide about."""
+        if len(self.iteration.fed) != self.iteration.checked:
+            self._check_memory()
+        for output, slots in zip(node.outputs, plan.asks, strict=True):
+            sizes = Sizes(self.graph_runner, self.skeleton.graph.symbols)
+            shape = [self._waited(slot) for slot in slots]
+            if not sizes.sizes_fit(output.meta.shape, shape) or sizes.concrete(output.meta) is None:
+                raise Mismatch("CX0001", f"{node.name} gave a tensor of shape {shape}")
+            sizes.keep()
+
+    def _waited(self, slot: int) -> Any:
+        began = time.perf_counter()
+        try:
+            return self.graph_runner.fetch(slot)
+        except RuntimeError as e:
+            raise Mismatch("CX0005", str(e)) from e
+        finally:
+            self.stall_s += time.perf_counter() - began
 
     def _unshared(self, token: Token, ref: Fed) -> torch.Tensor:
         """The tensor to feed: a copy where somebody could write to its memory before it is read."""
@@ -478,13 +501,7 @@ class PythonRunner(EnteredNatively):
         return make_placeholder(concrete)
 
     def _fetched(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
-        began = time.perf_counter()
-        try:
-            value = self.graph_runner.fetch(slot)
-        except RuntimeError as e:
-            raise Mismatch("CX0005", str(e)) from e
-        finally:
-            self.stall_s += time.perf_counter() - began
+        value = self._waited(slot)
         symbol = self.iteration.symbols.get(id(tensor))
         if symbol is not None:
             if symbol.meta.requires_grad:

@@ -40,6 +40,10 @@ class Sizes:
         pairs = zip((*expected.shape, *expected.stride), (*given.shape, *given.stride), strict=True)
         return all(isinstance(g, int) and self._fits(e, g) for e, g in pairs)
 
+    def sizes_fit(self, expected: Sequence[Dimension], given: Sequence[int]) -> bool:
+        """Whether sizes that the GraphRunner has told are those that a node expects."""
+        return all(map(self._fits, expected, given))
+
     def numbers_fit(self, slots: Sequence[NumberSlot], numbers: Sequence[Number]) -> bool:
         """Whether the numbers of a call have the values that expressions in sizes say."""
         return all(

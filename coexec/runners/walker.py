@@ -123,7 +123,7 @@ def _node(
         "grads": [(g.leaf, g.output) for g in node.grads],
         "backward": node.backward,
         "counts": node.function is counts_of,
-        "simple": simple and (_is_simple(node) or _looks_at_numbers(node)),
+        "simple": simple and not plan.asks and (_is_simple(node) or _looks_at_numbers(node)),
     }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from coexec.tracegraph.lifting import lift
 from coexec.tracegraph.numbers import TRANSFORMS, same_number
 from coexec.tracegraph.places import Place, numbers_in, outline, with_sizes
-from coexec.tracegraph.sizes import Expressions, Size, Symbol, Values, fixed, value_range
+from coexec.tracegraph.sizes import Expressions, Size, Symbol, Values, fixed, symbols_in, value_range
 from coexec.tracegraph.trace import Computed, Event, External, Input, Local, Trace
 
 #: Traces with different sizes before these become symbolic: two points fit too many expressions.
@@ -215,6 +215,8 @@ class _Attempt:
             identity = (event.function, event.location)
             occurrences[identity] += 1
             before = len(self._fed)
+            asked: set[int] = set()  # symbols that only the result of this event shows
+            shaped = not event.backward and any(o.shaped_by_data for o in event.operations)
             by_place: Found = defaultdict(list)
             for place, values in self.varying[index]:
                 name = (identity, occurrences[identity], place)
@@ -225,8 +227,15 @@ class _Attempt:
                     size = self._value(index, values, candidates)
                 elif _is_new(event, place, known):
                     size = self._new_size(values, name)
+                elif shaped and place.kind.startswith("result"):
+                    size = self._expressions.find(values)
+                    if size is None:
+                        size = self._symbol(name, values)
+                        asked |= symbols_in(size)
                 else:
                     size = self._size(index, values)
+                if place.kind in ("argument", "value") and asked & symbols_in(size):
+                    raise _Unexplained(index, values)  # it would be known too late
                 by_place[place].append(size)
             known |= {b.index for b in event.inputs if isinstance(b, External)}
             by_place.update(self._offsets(index))

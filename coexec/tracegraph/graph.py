@@ -121,6 +121,14 @@ class Node:
     alternatives: tuple[Alternative, ...]
 
 
+def is_shaped_by_data(node: Node) -> bool:
+    """Whether values decide about the shapes of a node's outputs.
+
+    In a backward pass they decide as they did in the forward pass, which Python knows by then.
+    """
+    return not node.backward and any(o.shaped_by_data for o in node.operations)
+
+
 @dataclass(frozen=True, slots=True)
 class TraceGraph:
     """The merged traces.

@@ -70,7 +70,7 @@ def mapped(event: Event, number: Replace) -> Event:
         results = tuple(
             [None if r is None else Result(meta(r.meta, "result", index), r.alias) for r in o.results]
         )
-        return Operation(o.target, tuple(args), results, o.writes, o.random, o.grad_mode)
+        return Operation(o.target, tuple(args), results, o.writes, o.random, o.grad_mode, o.shaped_by_data)
 
     key: Any = event.key
     metas = tuple([meta(m, "input", i) for i, m in enumerate(key[2])])

@@ -141,6 +141,7 @@ class NodePlan:
         numbers: number slots to send, the transform of each, and whether it is sent at the commit.
         fetches: fetch slot of each tensor argument of a fetch; None where `direct` has it.
         outputs: register of each output.
+        asks: where values decide about shapes, the fetch slots of the sizes of each output.
     """
 
     select: tuple[int, ...] | None
@@ -149,6 +150,7 @@ class NodePlan:
     numbers: tuple[tuple[int, str, bool], ...]
     fetches: tuple[int, ...]
     outputs: tuple[int, ...]
+    asks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,11 @@ class Program:
     blocks: tuple[tuple[int, int], ...] = ()
     compiled: tuple[int, ...] = ()
     uncompiled: tuple[Instruction, ...] = ()
+
+    @property
+    def asks(self) -> bool:
+        """Whether values decide about shapes."""
+        return any(p.asks for p in self.plans)
 
     @property
     def sent_to(self) -> tuple[Instruction, ...]:

@@ -93,6 +93,15 @@ def value_of(size: Size | int, symbols: Callable[[int], int | None]) -> int | No
     return total // size.divisor
 
 
+def symbols_in(size: Size | int | None) -> set[int]:
+    """The numbers of the symbols in an expression."""
+    if not isinstance(size, Size):
+        return set()
+    factors = [f for _, factors in size.terms for f in factors]
+    inner = [symbols_in(f) for f in factors if isinstance(f, Size)]
+    return {f for f in factors if isinstance(f, int)}.union(*inner)
+
+
 def fixed(sizes: Iterable[Size | int]) -> tuple[int, ...]:
     """Sizes of which none varies."""
     numbers = []

@@ -18,7 +18,16 @@ import torch
 from coexec.tracegraph import functions
 from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
-from coexec.tracegraph.graph import Captured, Fed, FedNumber, Node, NodeSource, NumberOrigin, TraceGraph
+from coexec.tracegraph.graph import (
+    Captured,
+    Fed,
+    FedNumber,
+    Node,
+    NodeSource,
+    NumberOrigin,
+    TraceGraph,
+    is_shaped_by_data,
+)
 from coexec.tracegraph.hazards import Access, schedule
 from coexec.tracegraph.hoist import TINY, Movable, early
 from coexec.tracegraph.instructions import (
@@ -45,8 +54,18 @@ from coexec.tracegraph.program import (
     Switch,
     When,
 )
-from coexec.tracegraph.sizes import Size
-from coexec.tracegraph.trace import Computed, Constant, Input, Kind, Local, Result, TensorMeta
+from coexec.tracegraph.sizes import Size, varies
+from coexec.tracegraph.trace import (
+    Computed,
+    Constant,
+    Dimension,
+    Input,
+    Kind,
+    Local,
+    Output,
+    Result,
+    TensorMeta,
+)
 
 RANDOM_STATE = -1  # stands for the default generators' state among memory
 
@@ -188,7 +207,22 @@ class _Lowering:
                     self.values[Computed(node.id, index, number)] = register
             self._operation(node, index, sources, locals_)
         outputs = tuple(self._resolve(o.value, sources, locals_) for o in node.outputs)
-        self.plans[node.id] = NodePlan(select, feeds, frozenset(), numbers, (), outputs)
+        asks = tuple(map(self._ask, node.outputs, outputs)) if is_shaped_by_data(node) else ()
+        self.plans[node.id] = NodePlan(select, feeds, frozenset(), numbers, (), outputs, asks)
+
+    def _ask(self, output: Output, register: int) -> tuple[int, ...]:
+        """Publishes the sizes of an output, which only the GraphRunner knows."""
+        slots = []
+        for dimension in range(len(output.meta.shape)):
+            size = self._register()
+            target = torch.ops.aten.sym_size.int
+            call = Call(target, (Reg(register), dimension), (size,), When.NOW, -1, shapes=(None,))
+            self.emitted.append(_Emitted(call, frozenset({register}), frozenset({size})))
+            fetch = Fetch(self.fetch_slots, size, False, -1)
+            self.emitted.append(_Emitted(fetch, uses=frozenset({size})))
+            slots.append(self.fetch_slots)
+            self.fetch_slots += 1
+        return tuple(slots)
 
     def _sources(self, node: Node) -> tuple[list[int], tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
         """Registers of the node's sources, binding what has to be bound first."""
@@ -277,7 +311,7 @@ class _Lowering:
                     When.NOW,
                     node.location,
                     grad_mode=operation.grad_mode,
-                    shapes=tuple(None if r is None else r.meta.shape for r in operation.results),
+                    shapes=tuple(_checked_shape(node, r) for r in operation.results),
                     random=operation.random,
                 ),
                 uses=frozenset(used),
@@ -541,6 +575,13 @@ def _may_fail(instruction: Instruction) -> bool:
     if not isinstance(instruction, Call):
         return False
     return instruction.target._schema.name.removeprefix("aten::").startswith(_CHECK_VALUES)
+
+
+def _checked_shape(node: Node, result: Result | None) -> tuple[Dimension, ...] | None:
+    """What a result has to have; where values decide about sizes, Python is told these later on."""
+    if result is None or (is_shaped_by_data(node) and varies(result.meta.shape)):
+        return None
+    return result.meta.shape
 
 
 def _numel(meta: TensorMeta) -> float:

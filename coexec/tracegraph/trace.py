@@ -148,6 +148,7 @@ class Operation:
     writes: tuple[Value, ...]
     random: bool
     grad_mode: bool = False  #: some kernels look at it, although autograd is done
+    shaped_by_data: bool = False  #: values decide about the shape of its result
 
     def __str__(self) -> str:
         return f"{self.target}"

@@ -77,7 +77,9 @@ def encoded(argument: Any, value_of: Callable[[torch.Tensor], Value]) -> Any:
     return argument
 
 
-def operation(function: Any, args: tuple[Any, ...], results: Sequence[Result | None]) -> Operation:
+def operation(
+    function: Any, args: tuple[Any, ...], results: Sequence[Result | None], *, shaped_by_data: bool = False
+) -> Operation:
     """What ran just now, with encoded arguments."""
     return Operation(
         function,
@@ -86,13 +88,17 @@ def operation(function: Any, args: tuple[Any, ...], results: Sequence[Result | N
         written_values(function, args),
         torch.Tag.nondeterministic_seeded in function.tags,
         torch.is_grad_enabled(),
+        shaped_by_data,
     )
 
 
 def depends_on_data(function: Any, args: tuple[Any, ...]) -> bool:
     """Whether values decide about the shape of the result, or leave the tensors."""
-    if torch.Tag.data_dependent_output in function.tags:
-        return True
+    return torch.Tag.data_dependent_output in function.tags or is_shaped_by_data(function, args)
+
+
+def is_shaped_by_data(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether values decide about the shape of the result."""
     if function is torch.ops.aten.index.Tensor:  # only masks select a number of elements that is unknown
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return torch.Tag.dynamic_output_shape in function.tags

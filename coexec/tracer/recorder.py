@@ -58,6 +58,7 @@ from coexec.tracer.operations import (
     depends_on_data,
     encoded,
     frames_between,
+    is_shaped_by_data,
     operation,
     positional_arguments,
     reads_unseen,
@@ -96,10 +97,15 @@ class _OpenEvent:
     arguments: list[torch.Tensor]
     backward: bool
     fetch: bool
+    grad_mode: bool
     on_host: str | None = None  # which operation's result depends on data
     sources: list[Source] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     read: set[int] = field(default_factory=set)  # memory that operations had as an argument
+
+    def is_differentiable(self) -> bool:
+        """Whether what it computes may have a history; it cannot be computed on fetched values then."""
+        return self.backward or (self.grad_mode and any(t.requires_grad for t in self.arguments))
 
 
 class Recorder(OwnMode, TorchDispatchMode):
@@ -210,7 +216,9 @@ class Recorder(OwnMode, TorchDispatchMode):
         if backward and not (kwargs.get("retain_graph") or kwargs.get("create_graph")):
             self._consume(tensors)
         fetch = functions.fetches(function, args)
-        self._open = _OpenEvent(len(self._events), function, tensors, backward, fetch)
+        self._open = _OpenEvent(
+            len(self._events), function, tensors, backward, fetch, torch.is_grad_enabled()
+        )
         return _Prepared(
             function=function,
             kind=Kind.FETCH if fetch else Kind.COMPUTE,
@@ -480,7 +488,7 @@ class Recorder(OwnMode, TorchDispatchMode):
 
     def _before_operation(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
+    ) -> tuple[tuple[Any, ...], list[torch.Tensor], tuple[Any, ...]] | None:
         event = self._open
         if event is None:
             tracked = any(
@@ -498,19 +506,20 @@ class Recorder(OwnMode, TorchDispatchMode):
             raise Untraceable("CX0109", f"{function} changes a tensor's geometry in place")
         if isinstance(event.function, Update) and function is _ITEM:
             return None  # a step counter: what follows from it is among the event's numbers
-        if depends_on_data(function, args):
+        shaped = is_shaped_by_data(function, args)
+        if depends_on_data(function, args) and not (shaped and event.is_differentiable()):
             event.on_host = f"{function} inside of {self._name()}"
         if event.on_host is not None:
             return None
         positional = positional_arguments(function, args, kwargs)
         event.read |= {storage_id(t) for t in calls.tensors_in(positional) if t.layout is torch.strided}
         values = tuple(encoded(a, lambda t: self._lookup(t, function)) for a in positional)
-        return values, list(calls.tensors_in(positional))
+        return values, list(calls.tensors_in(positional)), args
 
     def _after_operation(self, function: Any, before: Any, returned: Any) -> None:
         event = self._open
         assert event is not None
-        args, tensors = before
+        args, tensors, _ = before
         if not tensors:
             args = with_dtype(function, args, returned)
         if self._exposed and written_values(function, args):
@@ -541,7 +550,8 @@ class Recorder(OwnMode, TorchDispatchMode):
             fresh.append((tensor, Computed(event.index, number, index)))
         for tensor, computed in fresh:
             self._memory.add(tensor, computed)
-        event.operations.append(operation(function, args, results))
+        shaped = is_shaped_by_data(function, before[2])
+        event.operations.append(operation(function, args, results, shaped_by_data=shaped))
 
     def _check_frames(self, event: _OpenEvent) -> None:
         """Python code that runs between an event's call and its operations is not ours to skip."""
