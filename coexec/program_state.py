@@ -174,7 +174,9 @@ class ProgramState:
         self.traces.append(trace)
         self.graph = merged
         apart = len(self.updates.apart)
-        anew = apart != self._apart  # updates are other events from here on, so that earlier traces cover less
+        anew = (
+            apart != self._apart
+        )  # updates are other events from here on, so that earlier traces cover less
         self._apart = apart
         self.uncovered = 0 if covered or anew else self.uncovered + 1
         if covered:

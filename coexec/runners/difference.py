@@ -23,12 +23,15 @@ def difference(
     nearest: Node | None,
     key: Any,
     numbers: list[Number],
+    refused: str | None,
 ) -> str:
-    """What distinguishes an event from the nearest node, for `explain`."""
+    """What distinguishes an event from the nearest node, for `explain`; `refused` says it of a size."""
     name = functions.name_of(function)
     if nearest is None:
         expected = [n.name for n in skeleton.children.get(iteration.at, ())]
         return f"{name} where the traces go on with {' or '.join(expected) or 'the end of the block'}"
+    if refused is not None:
+        return f"{name} with {refused}"
     if nearest.key != key:
         parts = ("arguments", "ambient state", "metadata of its tensors")
         different = [p for p, a, b in zip(parts, nearest.key, key, strict=True) if a != b]  # type: ignore[call-overload]

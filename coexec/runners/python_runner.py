@@ -262,7 +262,7 @@ class PythonRunner(EnteredNatively):
         state = ambient(own_modes=1)
         metas = tuple([self._meta(t) for t in tensors])
         whole_key = (key, state, metas)
-        nearest = None
+        nearest, refused = None, None
         for node in self.skeleton.children.get(it.at, ()):
             if node.location != location or node.function != function:
                 continue
@@ -271,13 +271,17 @@ class PythonRunner(EnteredNatively):
                 self.catch_up()  # it may have to add to gradients
                 self._check_hooks()
             sizes = Sizes(self.graph_runner, self.skeleton.graph.symbols)
+            refused = None
             if self._fits(node, whole_key, numbers, sizes):
                 chosen = self._alternative(node, tensors, numbers)
                 if chosen is not None:
                     index, implicit = chosen
                     sizes.keep()
                     return self._take(node, index, tensors, implicit, numbers, key, state, location)
-        raise Mismatch("CX0001", difference(it, self.skeleton, function, nearest, whole_key, numbers))
+            refused = sizes.refused
+        raise Mismatch(
+            "CX0001", difference(it, self.skeleton, function, nearest, whole_key, numbers, refused)
+        )
 
     @staticmethod
     def _fits(node: Node, key: Any, numbers: list[Number], sizes: Sizes) -> bool:

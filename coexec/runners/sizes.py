@@ -23,6 +23,7 @@ class Sizes:
         self._graph_runner = graph_runner
         self._symbols = symbols
         self._new: dict[int, int] = {}
+        self.refused: str | None = None  # a size that no trace was near to
 
     def keep(self) -> None:
         """Tells the GraphRunner what symbols are."""
@@ -66,11 +67,17 @@ class Sizes:
     def _fits(self, size: Any, value: Any) -> bool:
         symbol = number_of(size) if isinstance(size, Size) else None
         if symbol is not None and self._value(symbol) is None:
-            if not self._symbols[symbol].admits(value):
+            allowed = self._symbols[symbol]
+            if not allowed.admits(value):
+                self.refused = f"a size of {value}; the traces are good for {allowed.low} to {allowed.high}"
                 return False
             self._new[symbol] = value
             return True
-        return bool(value_of(size, self._value) == value)
+        expected = value_of(size, self._value)
+        if expected == value:
+            return True
+        self.refused = f"a size of {value} where it would be {'none' if expected is None else expected}"
+        return False
 
     def _value(self, symbol: int) -> int | None:
         new = self._new.get(symbol)

@@ -6,7 +6,7 @@ Out: the same traces; where at least three do the same on tensors of other sizes
 
 Every size in such traces has to follow from what an iteration shows: dimensions of tensors from outside,
 and numbers that Python passed. A group in which one does not stays as it is, a path for each size.
-Sizes of zero and one are never symbolic: PyTorch broadcasts them.
+Sizes of zero and one take part only where traces had them, since PyTorch broadcasts them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from coexec.tracegraph.trace import Computed, Event, External, Input, Local, Tra
 
 #: Traces with different sizes before these become symbolic: two points fit too many expressions.
 ENOUGH = 3
+#: Numbers below this one are often dimensions, or sizes that are broadcast.
+_SMALL = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,13 @@ def generalize(traces: Sequence[Trace]) -> Generalized:
     names: dict[Hashable, int] = {}  # what each symbol is, in all groups
     values: dict[int, list[int]] = defaultdict(list)
     made_symbolic: list[list[int]] = []
-    for members in _groups(traces):
+    groups = _groups(traces)
+    while groups:
+        members = groups.pop()
         group = _Group([traces[i] for i in members], names)
         made = group.symbolic()
         if made is None:
+            groups += _with_equal_small_numbers(traces, members)
             continue
         made_symbolic.append(members)
         for index, trace in zip(members, made, strict=True):
@@ -83,6 +88,19 @@ def _groups(traces: Sequence[Trace]) -> list[list[int]]:
             for index in indices:
                 groups[_outline(traces[index])].append(index)
     return [g for g in groups.values() if len(g) >= ENOUGH]
+
+
+def _with_equal_small_numbers(traces: Sequence[Trace], members: Sequence[int]) -> list[list[int]]:
+    """Parts of a group in which sizes of zero and one, and dimensions, are the same."""
+    parts: dict[Hashable, list[int]] = defaultdict(list)
+    for index in members:
+        small = tuple(_small(n) for event in traces[index].events for _, n in numbers_in(event))
+        parts[small].append(index)
+    return [p for p in parts.values() if len(p) >= ENOUGH] if len(parts) > 1 else []
+
+
+def _small(number: Any) -> Any:
+    return number if number.__class__ is int and number < _SMALL else None
 
 
 def _outline(trace: Trace) -> Hashable:

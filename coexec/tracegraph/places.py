@@ -38,13 +38,10 @@ _HOLDS_NUMBERS = (tuple, int, float, Size)
 
 
 def mapped(event: Event, number: Replace) -> Event:
-    """An event with every size, and every float, replaced; always in the same order.
-
-    Numbers below two are left as they are.
-    """
+    """An event with every number replaced; always in the same order."""
 
     def one(n: Any, kind: str, index: int, position: int) -> Any:
-        if n.__class__ is float or n.__class__ is Size or (n.__class__ is int and n >= 2):
+        if n.__class__ is int or n.__class__ is float or n.__class__ is Size:
             return number(Place(kind, index, position), n)
         return n
 

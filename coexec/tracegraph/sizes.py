@@ -175,10 +175,12 @@ class Expressions:
 
     def _multiple(self, values: Values, degree: int = 3) -> Size | None:
         for factors, products in self._products(degree):
-            if all(p and v % p == 0 for v, p in zip(values, products, strict=True)):
-                ratios = {v // p for v, p in zip(values, products, strict=True)}
-                if len(ratios) == 1:
-                    return Size(((ratios.pop(), factors),))
+            pairs = [
+                (v, p) for v, p in zip(values, products, strict=True) if v or p
+            ]  # zero is any multiple of zero
+            ratios = {v // p if p and v % p == 0 else None for v, p in pairs}
+            if len(ratios) == 1 and None not in ratios:
+                return Size(((ratios.pop() or 1, factors),))
         return None
 
     def _sum(self, values: Values) -> Size | None:
@@ -245,6 +247,7 @@ def value_range(values: Sequence[int]) -> Symbol:
     """What a symbol may be in iterations to come, by its values in traces.
 
     Code below Python may do something else from some size on, so sizes far from those seen are traced
-    first. Sizes of zero and one are always traced: PyTorch treats these by their own rules.
+    first. So are zero and one unless a trace had them: PyTorch treats these by their own rules.
     """
-    return Symbol(max(2, -(-min(values) // 2)), 2 * max(values))
+    smallest = min(values)
+    return Symbol(smallest if smallest < 2 else max(2, -(-smallest // 2)), 2 * max(values))

@@ -29,7 +29,7 @@ def expressions(**values):
 
 
 @pytest.mark.parametrize(
-    "values, text",
+    ("values", "text"),
     [
         ((4, 4, 4), "4"),
         ((5, 7, 9), "s0"),
@@ -119,11 +119,15 @@ def test_native_code_evaluates_sizes_as_python_does(size, values):
     assert core.size_value(encoded(size), values) == expected
 
 
-@given(st.lists(st.integers(2, 1000), min_size=1))
-def test_a_range_holds_what_was_seen_and_neither_zero_nor_one(values):
+@given(
+    st.lists(st.integers(2, 1000), min_size=1)
+    | st.lists(st.integers(1, 9), min_size=1).map(lambda v: [*v, 1])
+)
+def test_a_range_holds_what_was_seen_and_zero_and_one_only_then(values):
     allowed = value_range(values)
     assert all(map(allowed.admits, values))
-    assert not allowed.admits(0) and not allowed.admits(1)
+    assert allowed.admits(0) == (0 in values)
+    assert allowed.admits(1) == (1 in values)
     assert not allowed.admits(2 * max(values) + 1)
 
 
@@ -241,6 +245,21 @@ def test_two_sizes_that_were_equal_in_all_traces_may_differ_later():
     assert report.fallbacks
 
 
+def test_sizes_of_one_are_on_the_path_of_others_when_they_have_been_traced():
+    """As the number of objects in an image is."""
+    numbers = [3, 1, 4, 2, 5, 1, 3, 1, 2, 4, 1, 5]
+
+    def step(s, k, tape):
+        x, objects = torch.randn(6, 4), torch.randn(numbers[k], 3)
+        with tape():
+            near = torch.cdist(s.model(x), objects).softmax(1)
+            loss = (near @ objects).square().mean()
+            train(s, loss)
+            s.log.append(loss.item())
+
+    assert one_path(compare(of_model(lambda: nn.Linear(4, 3)), step, 12), traces=6)
+
+
 @pytest.mark.parametrize("size", [0, 1, 40])
 def test_sizes_that_are_far_from_those_of_the_traces_are_traced(size):
     def step(s, k, tape):
@@ -251,7 +270,8 @@ def test_sizes_that_are_far_from_those_of_the_traces_are_traced(size):
             s.log.append(loss.item())
 
     report = compare(of_model(lambda: nn.Linear(4, 3)), step, 14)
-    assert report.fallbacks == 1 and coexecuted(report, 6)
+    assert report.fallbacks == 1
+    assert coexecuted(report, 6)
 
 
 def test_a_state_grows_from_iteration_to_iteration():
@@ -271,7 +291,8 @@ def test_a_state_grows_from_iteration_to_iteration():
             s.log.append((loss.item(), len(s.cache)))
 
     report = compare(make, step, 40)
-    assert coexecuted(report, 20) and report.fallbacks <= 4
+    assert coexecuted(report, 20)
+    assert report.fallbacks <= 4
 
 
 def test_results_that_view_tensors_from_outside_are_eagers():
