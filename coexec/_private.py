@@ -7,20 +7,27 @@ that changes one fails there first.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms as _eager_transforms
 from torch._functorch import vmap as _vmap
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import graph as _graph
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    StrictMinMaxConstraint,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._sympy.value_ranges import ValueRanges
 
 TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
@@ -216,21 +223,58 @@ def compile_ahead_of_time(
     """
     import torch._inductor
     import torch._inductor.package
+    import torch.fx.experimental._config
     from torch._inductor.exc import InductorError
 
     package: Any = torch._inductor.package
+    size_options: Any = torch.fx.experimental._config
 
     options = {"fallback_random": True, "aot_inductor.package": True}
+    if any(isinstance(e, FakeTensor) for e in examples):
+        for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
+            node.meta["val"] = example
     try:
-        files: Any = torch._inductor.aot_compile(module, examples, options=options)
+        with size_options.patch(backed_size_oblivious=True):  # choices hold for all sizes where they can
+            files: Any = torch._inductor.aot_compile(module, examples, options=options)
     except InductorError as error:
         raise NotImplementedError(f"TorchInductor fails: {str(error).splitlines()[0]}") from error
+    if assumed := _assumptions(examples):
+        raise NotImplementedError(f"compiled code would hold for some sizes only: {'; '.join(assumed)}")
     if _CONFUSES_DTYPES and any(_hands_dtypes_over(file) for file in files):
         raise NotImplementedError(
             f"PyTorch {torch.__version__} confuses the dtypes that compiled code gives to operators without "
             "compiled kernels; 2.13 does not"
         )
     package.package_aoti(path, files)
+
+
+def symbolic_carriers(ranges: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    """For each range (least, greatest, usual), a fake tensor whose only size is a symbol of that range."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    carriers: list[torch.Tensor] = []
+    for low, high, usual in ranges:
+        bounds = StrictMinMaxConstraint(vr=ValueRanges(low, high), warn_only=False)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC], constraint_sizes=[bounds])
+        carriers.append(mode.from_tensor(torch.zeros(1).expand(usual), symbolic_context=context))
+    return carriers
+
+
+def fake_mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """The mode in which tensors like a fake one are made."""
+    assert isinstance(tensor, FakeTensor)
+    mode: AbstractContextManager[Any] = tensor.fake_mode
+    return mode
+
+
+def _assumptions(examples: Sequence[torch.Tensor]) -> list[str]:
+    """What a compilation has taken for granted of symbols in sizes."""
+    fake = next((e for e in examples if isinstance(e, FakeTensor)), None)
+    if fake is None or fake.fake_mode.shape_env is None:
+        return []
+    env = fake.fake_mode.shape_env
+    fixed = [f"{symbol} = {value}" for symbol, value in env.replacements.items() if value != symbol]
+    return fixed + [str(g.expr) for g in env.guards]
 
 
 def compiler_options() -> bytes:

@@ -30,4 +30,5 @@ if core is not None:
         return torch.empty_like(token)
 
     torch.library.register_fake("coexec::feed", _feed)
+    torch.library.register_fake("coexec::feed_of_any_size", _feed)
     torch.library.register_fake("coexec::fetch", _fetch)

@@ -49,11 +49,13 @@ c10::IValue to_message(const py::object& value) {
 
 TORCH_LIBRARY(coexec, m) {
   m.def("feed(Tensor token, int[] geometry, int scalar_type, Device device) -> (Tensor, Tensor)");
+  m.def("feed_of_any_size(Tensor token, SymInt[] geometry, int scalar_type, Device device) -> (Tensor, Tensor)");
   m.def("fetch(Tensor token, Tensor value, int slot) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(coexec, CompositeExplicitAutograd, m) {
   m.impl("feed", feed);
+  m.impl("feed_of_any_size", feed);
   m.impl("fetch", fetch);
 }
 

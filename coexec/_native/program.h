@@ -50,6 +50,7 @@ struct Instruction {
   std::vector<std::optional<std::vector<Size>>> shapes;  // Call: what results have to have
   std::vector<int64_t> outs;             // Call, Feed, Move, Compiled: registers, -1 = dropped
   std::vector<int64_t> ins;              // Fetch, Move, Compiled
+  std::vector<int64_t> symbols;          // Compiled: in sizes
   int64_t slot = 0;                      // Fetch
   bool copy = false;                     // Fetch: the memory is written later on
   bool draws = false;                    // Call, Compiled: random numbers

@@ -435,8 +435,9 @@ void Runner::call(const Instruction& instruction) {
 
 void Runner::compiled(const Instruction& instruction) {
   std::vector<at::Tensor> inputs;
-  inputs.reserve(instruction.ins.size() + 1);
+  inputs.reserve(instruction.ins.size() + instruction.symbols.size() + 1);
   inputs.push_back(at::zeros({1}));  // the token that orders feeds and fetches
+  for (int64_t symbol : instruction.symbols) inputs.push_back(at::zeros({1}).expand({size(symbol)}));
   for (int64_t reg : instruction.ins) inputs.push_back(registers_[reg].toTensor());
   std::vector<at::Tensor> outputs = instruction.library->run(inputs);
   TORCH_CHECK(outputs.size() == instruction.outs.size(), "a compiled block returned ", outputs.size(),

@@ -19,8 +19,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from coexec._native import core
-from coexec.executors.job import TOKEN, InputMeta, Job, Unsupported, compiled, make_job
+from coexec.executors.job import TOKEN, InputMeta, Job, SymbolInput, Unsupported, compiled, make_job
 from coexec.executors.scalars import REWRITES
+from coexec.executors.sizes import SizeNodes, before_late_symbols, symbols_of
 from coexec.tracegraph.instructions import at_commit, reads, retargeted, writes
 from coexec.tracegraph.numbers import is_number
 from coexec.tracegraph.program import (
@@ -33,7 +34,7 @@ from coexec.tracegraph.program import (
     Program,
     Reg,
 )
-from coexec.tracegraph.sizes import fixed
+from coexec.tracegraph.sizes import Size
 from coexec.tracegraph.trace import TensorMeta
 
 
@@ -46,7 +47,8 @@ class Block:
         sources: registers that it reads, after the token.
         outs: registers that it computes.
         operations: how many it has.
-        inputs: what the registers that it reads hold.
+        symbols: those in its sizes; it gets a tensor of as many elements for each, before the registers.
+        inputs: what it gets.
         random: whether it draws random numbers.
     """
 
@@ -54,7 +56,8 @@ class Block:
     sources: tuple[int, ...]
     outs: tuple[int, ...]
     operations: int
-    inputs: tuple[InputMeta, ...]
+    symbols: tuple[int, ...]
+    inputs: tuple[InputMeta | SymbolInput, ...]
     random: bool
 
 
@@ -89,14 +92,15 @@ def _parts(program: Program) -> dict[int, list[Part]]:
     """By its first instruction, what each block of the program becomes."""
     if program.asks:
         raise Unsupported("a library is compiled for sizes, and values decide about some")
-    if program.symbols:
-        raise Unsupported("a library is compiled for sizes, and sizes vary")
     outside = _uses_outside(program)
     written = {r for i in program.instructions if at_commit(i) for r in reads(i)}
     parts: dict[int, list[Part]] = {}
     for first, end in program.blocks:
         instructions = program.instructions[first:end]
-        stretches = _between_written_feeds([i for i in instructions if not at_commit(i)], written)
+        body = [i for i in instructions if not at_commit(i)]
+        stretches = [
+            part for s in _between_written_feeds(body, written) for part in before_late_symbols(s, program)
+        ]
         made: list[Part] = []
         for position, stretch in enumerate(stretches):
             if not _is_worth_compiling(stretch, written):
@@ -116,7 +120,7 @@ def _linked(part: Part) -> Instruction:
     if not isinstance(part, Block):
         return part
     library = core.Library(str(compiled(job_of(part))))
-    return Compiled(library, part.sources, part.outs, random=part.random)
+    return Compiled(library, part.sources, part.outs, random=part.random, symbols=part.symbols)
 
 
 def _between_written_feeds(body: list[Instruction], written: set[int]) -> list[list[Instruction]]:
@@ -149,6 +153,8 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
     defined: list[int] = []
     body = list(body)
     token = graph.placeholder("token")
+    symbols = symbols_of(body, program)
+    sizes = SizeNodes(graph, symbols)
     inside = {r for i in body for r in writes(i)}
     for register in dict.fromkeys(r for i in body for r in reads(i)):
         if register not in inside:
@@ -158,6 +164,8 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
     def encode(argument: Any) -> Any:
         if isinstance(argument, Reg):
             return env[argument.index]
+        if isinstance(argument, Size):
+            return sizes(argument)
         if isinstance(argument, tuple):
             return [encode(a) for a in argument]
         if isinstance(argument, torch.Generator):
@@ -173,7 +181,7 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
             case Call():
                 _emit_call(graph, instruction, program, env, encode)
             case Feed():
-                token, env[instruction.out] = _emit_feed(graph, token, instruction)
+                token, env[instruction.out] = _emit_feed(graph, token, instruction, sizes)
             case Fetch():
                 value = env[instruction.source]
                 token = graph.call_function(torch.ops.coexec.fetch.default, (token, value, instruction.slot))
@@ -184,13 +192,16 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
     outs = tuple(r for r in dict.fromkeys(defined) if r in needed and r in env)
     graph.output((token, *(env[r] for r in outs)))
     module = GraphModule(dict(constants), graph)
-    inputs = (TOKEN, *(InputMeta.of(program.metas[r]) for r in sources))
+    local = {symbol: index for index, symbol in enumerate(symbols)}
+    inputs: list[InputMeta | SymbolInput] = [TOKEN, *(SymbolInput.of(program.symbols[s]) for s in symbols)]
+    inputs += [InputMeta.of(program.metas[r], local) for r in sources]
     calls = [i for i in body if isinstance(i, Call)]
-    return Block(module, tuple(sources), outs, len(calls), inputs, any(c.random for c in calls))
+    random = any(c.random for c in calls)
+    return Block(module, tuple(sources), outs, len(calls), symbols, tuple(inputs), random)
 
 
 def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node], encode: Any) -> None:
-    target, args = _with_declared_writes(call)
+    target, args = _with_sizes_as_scalars(*_with_declared_writes(call))
     numbers = [isinstance(a, Reg) and a.index not in program.metas for a in args]
     encoded = [encode(a) for a in args]
     if any(numbers) or any(_list_of_numbers(a, program) for a in args):
@@ -214,15 +225,16 @@ def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node],
             env[out] = graph.call_function(operator.getitem, (result, index))
 
 
-def _emit_feed(graph: Graph, token: Node, feed: Feed) -> tuple[Node, Node]:
+def _emit_feed(graph: Graph, token: Node, feed: Feed, sizes: SizeNodes) -> tuple[Node, Node]:
     if is_number(feed.example):
         dtype = torch.float64 if isinstance(feed.example, float) else torch.int64
-        size, stride, device = fixed(()), fixed(()), torch.device("cpu")
+        size, stride, device = [], [], torch.device("cpu")
     else:
         meta: TensorMeta = feed.example
-        size, stride, dtype, device = fixed(meta.shape), fixed(meta.stride), meta.dtype, meta.device
+        size, stride, dtype, device = sizes.all(meta.shape), sizes.all(meta.stride), meta.dtype, meta.device
+    varies = any(isinstance(n, Node) for n in (*size, *stride))
     pair = graph.call_function(
-        torch.ops.coexec.feed.default,
+        torch.ops.coexec.feed_of_any_size.default if varies else torch.ops.coexec.feed.default,
         (token, [len(size), *size, *stride], core.scalar_type(dtype), device),
     )
     return graph.call_function(operator.getitem, (pair, 0)), graph.call_function(operator.getitem, (pair, 1))
@@ -235,6 +247,16 @@ def _with_declared_writes(call: Call) -> tuple[Any, tuple[Any, ...]]:
             return torch.ops.aten._native_batch_norm_legit.default, call.args
         return torch.ops.aten._native_batch_norm_legit.no_stats, (*call.args[:3], *call.args[5:])
     return call.target, call.args
+
+
+def _with_sizes_as_scalars(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The overload that takes a number, where a size is in a tensor's place."""
+    kinds = [str(a.type) for a in target._schema.arguments]
+    if not any(isinstance(a, Size) and kind == "Tensor" for a, kind in zip(args, kinds, strict=True)):
+        return target, args
+    if target._overloadname != "Tensor" or "Scalar" not in target.overloadpacket.overloads():
+        raise Unsupported(f"a size in the place of a tensor in {target}")
+    return target.overloadpacket.Scalar, args
 
 
 def _list_of_numbers(argument: Any, program: Program) -> bool:

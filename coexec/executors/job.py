@@ -7,16 +7,18 @@ Out: the path of its library, compiled at most once.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from coexec._private import compile_ahead_of_time
+from coexec._private import compile_ahead_of_time, fake_mode_of, symbolic_carriers
 from coexec.executors.cache import install, path_of
-from coexec.tracegraph.sizes import fixed
-from coexec.tracegraph.trace import TensorMeta
+from coexec.tracegraph.sizes import Symbol, renumbered, value_of
+from coexec.tracegraph.trace import Dimension, TensorMeta
 
 log = logging.getLogger(__name__)
 
@@ -29,19 +31,38 @@ class Unsupported(Exception):
 class InputMeta:
     """What a compiled block is made for: an input's geometry and type."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[Dimension, ...]
+    stride: tuple[Dimension, ...]
     dtype: torch.dtype
     device: str
 
     @staticmethod
-    def of(meta: TensorMeta) -> InputMeta:
-        """What is relevant of a tensor's metadata."""
-        return InputMeta(fixed(meta.shape), fixed(meta.stride), meta.dtype, str(meta.device))
+    def of(meta: TensorMeta, numbers: Mapping[int, int]) -> InputMeta:
+        """What is relevant of a tensor's metadata, its symbols renumbered."""
+        shape = tuple(renumbered(s, numbers) for s in meta.shape)
+        stride = tuple(renumbered(s, numbers) for s in meta.stride)
+        return InputMeta(shape, stride, meta.dtype, str(meta.device))
 
-    def example(self) -> torch.Tensor:
-        """A tensor like that."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+    def example(self, symbols: Sequence[Any]) -> torch.Tensor:
+        """A tensor like that, with these symbols."""
+        size, stride = ([value_of(n, symbols.__getitem__) for n in s] for s in (self.shape, self.stride))
+        sizes: Any = size
+        strides: Any = stride
+        return torch.empty_strided(sizes, strides, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolInput:
+    """A tensor that has as many elements as a symbol in sizes is, and what that may be."""
+
+    low: int
+    high: int
+    usual: int
+
+    @staticmethod
+    def of(symbol: Symbol) -> SymbolInput:
+        """For a symbol and others near it, so that a library serves when traces add to what it may be."""
+        return SymbolInput(min(symbol.low, 2), 4 << symbol.high.bit_length(), symbol.high // 2)
 
 
 #: The first input of each block, which orders its communication.
@@ -53,14 +74,25 @@ class Job:
     """A graph of ATen operations, its inputs, and where its library belongs."""
 
     module: GraphModule
-    inputs: tuple[InputMeta, ...]
+    inputs: tuple[InputMeta | SymbolInput, ...]
     path: Path
 
 
-def make_job(module: GraphModule, inputs: tuple[InputMeta, ...]) -> Job:
+def make_job(module: GraphModule, inputs: tuple[InputMeta | SymbolInput, ...]) -> Job:
     """The job of compiling a graph; equal graphs have one path."""
     constants = {n: (t.dtype, t.tolist()) for n, t in module.named_buffers()}
     return Job(module, inputs, path_of(repr((module.code, constants, inputs))))
+
+
+def _examples(job: Job) -> tuple[torch.Tensor, ...]:
+    symbols = [i for i in job.inputs if isinstance(i, SymbolInput)]
+    if not symbols:
+        return tuple(i.example(()) for i in job.inputs if isinstance(i, InputMeta))
+    carriers = symbolic_carriers([(s.low, s.high, s.usual) for s in symbols])
+    left = iter(carriers)
+    sizes = [c.shape[0] for c in carriers]
+    with fake_mode_of(carriers[0]):
+        return tuple(i.example(sizes) if isinstance(i, InputMeta) else next(left) for i in job.inputs)
 
 
 def compiled(job: Job) -> Path:
@@ -71,7 +103,7 @@ def compiled(job: Job) -> Path:
     """
     if not job.path.exists():
         log.info("compiling a block of %d operations", len(job.module.graph.nodes))
-        examples = tuple(i.example() for i in job.inputs)
+        examples = _examples(job)
         try:
             install(job.path, lambda target: compile_ahead_of_time(job.module, examples, target))
         except NotImplementedError as error:

@@ -80,7 +80,7 @@ def encoded(program: Program) -> Any:
             program.registers,
             list(program.captured.values()),
             program.fetch_slots,
-            program.symbols,
+            len(program.symbols),
             [encoded_instruction(i) for i in program.instructions],
         )
         entry = _cache[id(program)] = (program, native)
@@ -105,6 +105,7 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
         "slot": 0,
         "grad_mode": False,
         "shapes": [],
+        "symbols": [],
         "copy": False,
         "draws": isinstance(instruction, (Call, Compiled)) and instruction.random,
     }
@@ -135,6 +136,7 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
             out |= {
                 "library": instruction.library,
                 "ins": list(instruction.sources),
+                "symbols": list(instruction.symbols),
                 "outs": [-1, *_or_minus_one(instruction.outs)],  # the token comes first
             }
         case Commit():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from coexec.tracegraph.graph import Captured, Fed
+from coexec.tracegraph.sizes import Symbol
 from coexec.tracegraph.trace import Dimension, TensorMeta
 
 
@@ -111,13 +112,14 @@ class Jump:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Runs a compiled block on registers; a `random` one draws random numbers."""
+    """Runs a compiled block on symbols in sizes and registers; a `random` one draws random numbers."""
 
     library: Any
     sources: tuple[int, ...]
     outs: tuple[int | None, ...]
     release: tuple[int, ...] = ()
     random: bool = False
+    symbols: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ class Program:
         random: whether it draws random numbers.
         metas: metadata of the registers that hold tensors.
         kept: registers that Python may read after the end.
-        symbols: how many symbols its sizes have.
+        symbols: what each symbol in its sizes may be.
         blocks: (first, last + 1) of every stretch of instructions without control flow.
         compiled: how many operations each compiled block has, if blocks were compiled.
         uncompiled: the instructions that compiled blocks have replaced.
@@ -205,7 +207,7 @@ class Program:
     random: bool
     metas: dict[int, TensorMeta]
     kept: frozenset[int]
-    symbols: int = 0
+    symbols: tuple[Symbol, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
     compiled: tuple[int, ...] = ()
     uncompiled: tuple[Instruction, ...] = ()

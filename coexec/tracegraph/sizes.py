@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,17 @@ def symbols_in(size: Size | int | None) -> set[int]:
     factors = [f for _, factors in size.terms for f in factors]
     inner = [symbols_in(f) for f in factors if isinstance(f, Size)]
     return {f for f in factors if isinstance(f, int)}.union(*inner)
+
+
+def renumbered(size: Size | int, numbers: Mapping[int, int]) -> Size | int:
+    """An expression in which symbols have other numbers."""
+    if not isinstance(size, Size):
+        return size
+    terms = tuple(
+        (c, tuple(numbers[f] if isinstance(f, int) else renumbered(f, numbers) for f in factors))
+        for c, factors in size.terms
+    )
+    return Size(terms, size.constant, size.divisor, size.exact)
 
 
 def fixed(sizes: Iterable[Size | int]) -> tuple[int, ...]:

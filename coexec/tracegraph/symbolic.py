@@ -411,7 +411,7 @@ class _Lowering:
             random=self.random,
             metas=self.register_metas,
             kept=frozenset(kept),
-            symbols=len(self.graph.symbols),
+            symbols=self.graph.symbols,
             blocks=straight_stretches(instructions),
         )
 

@@ -135,3 +135,54 @@ def test_a_parameter_that_is_fed_is_written():
     assert all(block.executor == "inductor" for block in report.blocks), report.summary()
     for ours, theirs in zip(mine.parameters(), eager.parameters(), strict=True):
         assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
+
+
+def train_on_sizes(tape, steps, look):
+    """Ragged sequences: their number and their length vary, and Python looks at a value on the way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 9))
+    state, seen = SimpleNamespace(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2)), []
+    for step in range(steps):
+        ids = torch.randint(9, (4 + step % 3, 5 + step * 3 % 7))
+        other = torch.randn(3 + step * 5 % 4, 8)
+        with tape() as _:
+            logits = state.model(ids[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / ids.size(0)
+            if look:
+                seen.append(loss.item())
+            loss = loss + state.model[2](other).square().mean() * other.size(0)
+            state.optimizer.zero_grad()
+            loss.backward()
+            state.optimizer.step()
+        seen.append(loss.detach().item())
+    return state, seen
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_one_library_is_compiled_for_all_sizes(look):
+    from tests.coexec.harness import eager_tape
+
+    eager = train_on_sizes(eager_tape, 24, look)
+
+    mine = train_on_sizes(lambda: coexec.GradientTape(executor="inductor", check=True), 24, look)
+
+    assert_close(mine, eager)
+    [report] = coexec.explain().programs
+    assert report.phase == "co-execution", report.summary()
+    assert report.traces <= 6, report.summary()
+    assert not [c for c in report.causes if c.id == "CX0201"], report.summary()
+    assert {b.executor for b in report.blocks} == {"inductor"}
+
+
+def test_code_that_would_hold_for_some_sizes_only_is_left_to_aten(monkeypatch, tmp_path):
+    from tests.coexec.harness import eager_tape
+
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path))  # nothing is compiled yet
+    monkeypatch.setattr(_private, "_assumptions", lambda examples: ["s0 = 7"])
+    eager = train_on_sizes(eager_tape, 16, False)
+
+    mine = train_on_sizes(lambda: coexec.GradientTape(executor="inductor", check=True), 16, False)
+
+    assert_close(mine, eager)
+    [report] = coexec.explain().programs
+    assert "s0 = 7" in report.summary()

@@ -9,7 +9,7 @@ from coexec import pace
 from coexec._native import core
 from coexec.pace import FIRST_STAY, LAST_STAY, TIMED, TIMED_OTHER, Pace
 from coexec.runners.python_runner import PythonRunner
-from tests.coexec.harness import coexecuted, compare, linear, train
+from tests.coexec.harness import Twice, coexecuted, compare, linear, train
 
 took = Pace.took
 
@@ -98,7 +98,7 @@ def test_a_program_goes_from_one_way_to_the_other_with_eagers_results(monkeypatc
     def step(s, k, tape):
         x = torch.randn(2 + k % 7, 4)
         with tape():
-            rows = s.model(x)[x[:, 0] > 0]
+            rows = Twice.apply(s.model(x))[x[:, 0] > 0]
             train(s, rows.square().sum())
             s.log.append(len(rows))
 

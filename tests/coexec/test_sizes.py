@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import coexec
 from coexec.tracegraph.sizes import Expressions, Size, symbol, value_of, value_range
 from tests.coexec.harness import coexecuted, compare, train
 
@@ -352,10 +351,7 @@ def test_lengths_of_each_row_are_numbers():
     compare(of_model(lambda: nn.Linear(4, 3)), step, 20)
 
 
-@pytest.mark.parametrize("executor", ["inductor", "placed"])
-def test_executors_that_need_sizes_leave_them_to_aten(executor, monkeypatch):
-    monkeypatch.setattr(coexec.options, "background", False)
-
+def test_operations_on_sizes_that_vary_are_not_placed():
     def step(s, k, tape):
         x = torch.randn(LENGTHS[k], 4)
         with tape():
@@ -363,5 +359,4 @@ def test_executors_that_need_sizes_leave_them_to_aten(executor, monkeypatch):
             train(s, loss)
             s.log.append(loss.item())
 
-    report = compare(of_model(lambda: nn.Linear(4, 3)), step, 14, executor=executor)
-    assert one_path(report)
+    assert one_path(compare(of_model(lambda: nn.Linear(4, 3)), step, 14, executor="placed"))
