@@ -50,7 +50,8 @@ class Fed:
 
 
 NodeBinding = Produced | Captured | Fed | None
-NodeSource = Computed | Captured | Fed | Constant
+#: `Produced`: what another node passed on to this one, which is not the same on all paths.
+NodeSource = Computed | Produced | Captured | Fed | Constant
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,5 +52,5 @@ def live(graph: TraceGraph) -> TraceGraph:
 def _possible(alternative: Alternative, alive: set[int]) -> bool:
     nodes = {b.event for b in alternative.bindings if isinstance(b, Produced)}
     nodes |= {b.node for b in alternative.bindings if isinstance(b, Fed)}
-    nodes |= {s.event for s in alternative.sources if isinstance(s, Computed)}
+    nodes |= {s.event for s in alternative.sources if isinstance(s, (Computed, Produced))}
     return nodes <= alive and (alternative.path is None or set(alternative.path) <= alive)

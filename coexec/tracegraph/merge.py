@@ -34,7 +34,17 @@ from coexec.tracegraph.graph import (
 )
 from coexec.tracegraph.numbers import same_number, same_sizes, unify, unify_slots, varying
 from coexec.tracegraph.sizes import Size
-from coexec.tracegraph.trace import Computed, Event, External, Number, Operation, Produced, Source, Trace
+from coexec.tracegraph.trace import (
+    Computed,
+    Event,
+    External,
+    Input,
+    Number,
+    Operation,
+    Produced,
+    Source,
+    Trace,
+)
 
 
 def merge(traces: Sequence[Trace]) -> TraceGraph:
@@ -205,7 +215,8 @@ class _Builder:
                 bindings.append(Produced(path[binding.event], binding.output))
             else:
                 bindings.append(None)
-        sources = tuple(self._source(s, path, refs) for s in event.sources)
+        passed_on = {} if event.backward else _passed_on(event, trace)
+        sources = tuple(self._source(passed_on.get(s, s), path, refs) for s in event.sources)
         by_path = event.backward or _identity(event) in self.path_dependent
         return Alternative(tuple(bindings), sources, tuple(path) if by_path else None)
 
@@ -220,7 +231,11 @@ class _Builder:
                 refs[index] = Fed(id_, argument)
         return refs[index]
 
-    def _source(self, source: Source, path: list[int], refs: dict[int, Captured | Fed]) -> NodeSource:
+    def _source(
+        self, source: Source | Produced, path: list[int], refs: dict[int, Captured | Fed]
+    ) -> NodeSource:
+        if isinstance(source, Produced):
+            return Produced(path[source.event], source.output)
         if isinstance(source, Computed):
             return Computed(path[source.event], source.operation, source.result)
         if isinstance(source, External):
@@ -291,6 +306,27 @@ class _Builder:
             for group in nx.connected_components(self.shared)
         )
         return TraceGraph(nodes, edges, tuple(self.captured), shared, traces)
+
+
+def _passed_on(event: Event, trace: Trace) -> dict[Source, Produced]:
+    """Sources that an event has from arguments which other events only passed on.
+
+    `detach` makes no memory: in a trace, what is done to its result reads what `detach` was called on, and
+    that may be something else on another path to the same `detach`.
+    """
+    passed: dict[Source, Produced] = {}
+    direct: set[Source] = set()
+    for binding in event.inputs:
+        if isinstance(binding, External):
+            direct.add(binding)
+        elif isinstance(binding, Produced):
+            before = trace.events[binding.event]
+            value = before.outputs[binding.output].value
+            if isinstance(value, Input):
+                passed.setdefault(before.sources[value.index], binding)
+            else:
+                direct.add(Computed(binding.event, value.operation, value.result))
+    return {source: binding for source, binding in passed.items() if source not in direct}
 
 
 def _numbers_on(path: list[int], trace: Trace) -> dict[tuple[int, int], Number | Size]:

@@ -63,6 +63,7 @@ from coexec.tracegraph.trace import (
     Kind,
     Local,
     Output,
+    Produced,
     Result,
     TensorMeta,
 )
@@ -207,6 +208,8 @@ class _Lowering:
                     self.values[Computed(node.id, index, number)] = register
             self._operation(node, index, sources, locals_)
         outputs = tuple(self._resolve(o.value, sources, locals_) for o in node.outputs)
+        for number, register in enumerate(outputs):
+            self.values[Produced(node.id, number)] = register
         asks = tuple(map(self._ask, node.outputs, outputs)) if is_shaped_by_data(node) else ()
         self.plans[node.id] = NodePlan(select, feeds, frozenset(), numbers, (), outputs, asks)
 
@@ -348,6 +351,8 @@ class _Lowering:
         if isinstance(source, Computed):
             result = self.graph.nodes[source.event].operations[source.operation].results[source.result]
             return None if result is None else result.meta
+        if isinstance(source, Produced):
+            return self.graph.nodes[source.event].outputs[source.output].meta
         return meta_of(source.value) if isinstance(source, Constant) else self.metas.get(source)
 
     def _bind_captured(self, source: NodeSource) -> None:

@@ -82,7 +82,7 @@ def verify_graph(graph: TraceGraph) -> None:
         for alternative in node.alternatives:
             named = {b.event for b in alternative.bindings if isinstance(b, Produced)}
             named |= {b.node for b in alternative.bindings if isinstance(b, Fed) and b.node != node.id}
-            named |= {s.event for s in alternative.sources if isinstance(s, Computed)}
+            named |= {s.event for s in alternative.sources if isinstance(s, (Computed, Produced))}
             late = [n for n in named if not (n < node.id and nx.has_path(edges, n, node.id))]
             if late:
                 _broken("a node reads nodes on a path before it", f"node {index} reads {late}")

@@ -302,3 +302,26 @@ def test_gradients_that_are_zeroed_in_place_and_clipped_under_ragged_batches(com
             s.memory[k % 3] = h.mean().detach()
 
     compared_on_the_graph(make, step, 12)
+
+
+def test_what_a_call_passes_on_is_that_of_the_path():
+    """`detach` makes no memory: what is done to its result reads what it was called on, on each path another."""
+
+    def make():
+        return SimpleNamespace(weight=torch.randn(3, 3), memory=torch.zeros(()), log=[])
+
+    def step(s, k, tape):
+        x = torch.randn(4, 3)
+        with tape():
+            h = x @ s.weight
+            value = h.mean() if k % 8 != 5 else h.square().sum()
+            passed_on = value.detach()
+            if k % 9 == 8:
+                s.memory.add_(passed_on)
+            s.log.append(passed_on.item())
+
+    report = compare(make, step, 60)
+
+    # One for each of the two, and none when both are met together in step 53.
+    assert report.fallbacks == 2, report.summary()
+    assert report.steps["co-execution"] >= 50
