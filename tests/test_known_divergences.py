@@ -308,6 +308,24 @@ def test_a_block_raises_the_version_of_what_it_writes_once():
     assert outcomes(step, parameter) == (2, 1)
 
 
+@divergence("raised")
+def test_a_write_through_data_raises_the_version_of_the_tensor():
+    """A backward pass behind the block that needs what was there is an error, and no wrong gradient."""
+
+    def step(tape, weight, i):
+        x = torch.ones(3, requires_grad=True)
+        product = x * weight
+        with tape():
+            weight.data.clamp_(0, 1)
+        try:
+            product.sum().backward()
+        except RuntimeError as e:
+            return "modified by an inplace operation" in str(e)
+        return "nothing raised"
+
+    assert outcomes(step, parameter) == ("nothing raised", True)
+
+
 @divergence("seen")
 def test_a_tensor_kept_from_inference_mode_is_an_ordinary_one():
     """`is_inference()` is false behind the block."""

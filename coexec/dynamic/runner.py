@@ -64,7 +64,7 @@ class DynamicRunner(TorchFunctionMode):
             return self._passive(function, args, kwargs)
         if function in _PASSED_ON or functions.is_annotation(function):
             return function(*args, **kwargs)
-        if function in _GRADIENT and not any(map(self._sender.is_symbol, args)):
+        if function in _AT_ONCE and not any(map(self._sender.is_symbol, args)):
             return function(*args, **kwargs)
         if self._suspended:
             return function(*args, **kwargs)
@@ -258,6 +258,9 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _IS_LEAF = getattr(torch.Tensor, "is_leaf").__get__  # noqa: B009  # a getset descriptor
 _PASSED_ON = functions.AMBIENT | functions.MARKS
 _GRADIENT = frozenset({functions.GET_GRAD, functions.SET_GRAD, functions.DELETE_GRAD})
+#: `data` has the memory of a tensor and a version of its own, which what is recorded does not tell apart.
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
+_AT_ONCE = _GRADIENT | {_GET_DATA}
 _SETTERS = frozenset(
     getattr(torch.Tensor, n).__set__
     for n in dir(torch.Tensor)
@@ -269,6 +272,6 @@ _EAGER = (
     | functions.SHARES_MEMORY
     | functions.SET_REQUIRES_GRAD
     | _SETTERS
-    | _GRADIENT
+    | _AT_ONCE
     | {functions.GET_GRAD_FN}
 )

@@ -305,7 +305,7 @@ def test_gradients_that_are_zeroed_in_place_and_clipped_under_ragged_batches(com
 
 
 def test_what_a_call_passes_on_is_that_of_the_path():
-    """`detach` makes no memory: what is done to its result reads what it was called on, on each path another."""
+    """`detach` makes no memory: who reads its result reads what it was called on, on each path another."""
 
     def make():
         return SimpleNamespace(weight=torch.randn(3, 3), memory=torch.zeros(()), log=[])

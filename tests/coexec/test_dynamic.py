@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -391,3 +392,26 @@ def test_layers_that_are_left_out_at_random(optimizer):
                 train(s, x.square().mean())
 
     compare(make, step, 30)
+
+
+def test_a_write_through_data_leaves_the_version_of_the_tensor():
+    """What an earlier call has saved for its backward pass may still be used."""
+
+    def step(s, k, tape):
+        x = torch.randn(4, 4)
+        if k % 2 == 0:
+            x = s.model(x).tanh() @ s.model.weight.t().mm(s.model.weight)
+        with tape():
+            for _ in range(2):
+                s.model.weight.data.clamp_(-1, 1)
+            loss = (s.model(x) + x.sum()).square().mean()
+            s.optimizer.zero_grad()
+            loss.backward()
+            s.optimizer.step()
+
+    def make():
+        model = torch.nn.Linear(4, 4)
+        return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+
+    report = compare(make, step, 14)
+    assert report.steps["dynamic"] >= 4
