@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from coexec.tracegraph.calls import generators_in
@@ -154,20 +155,26 @@ def is_data(function: Callable[..., Any], tensors: Sequence[Tensor], key: Hashab
 
 
 def with_index_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an indexing call with tensors in place of lists of numbers.
+    """The arguments of an indexing call with tensors in place of lists and arrays of numbers.
 
-    What is in such a list is data, as a batch is: it varies without making another program.
+    What is in these is data, as a batch is: it varies without making another program.
     """
     index = args[1]
-    if _is_list_of_ints(index):
-        return (args[0], torch.tensor(index), *args[2:])
-    if isinstance(index, tuple) and any(_is_list_of_ints(i) for i in index):
-        return (args[0], tuple(torch.tensor(i) if _is_list_of_ints(i) else i for i in index), *args[2:])
+    if _holds_numbers(index):
+        return (args[0], _index_tensor(index), *args[2:])
+    if isinstance(index, tuple) and any(map(_holds_numbers, index)):
+        return (args[0], tuple(_index_tensor(i) if _holds_numbers(i) else i for i in index), *args[2:])
     return args
 
 
-def _is_list_of_ints(value: Any) -> bool:
+def _holds_numbers(value: Any) -> bool:
+    if value.__class__ is np.ndarray:  # of more dimensions it is a tuple of indices
+        return bool(value.ndim == 1 and value.size and value.strides[0] > 0 and value.dtype.kind in "ib")
     return value.__class__ is list and bool(value) and all(v.__class__ is int for v in value)
+
+
+def _index_tensor(value: Any) -> Tensor:
+    return torch.tensor(value, dtype=torch.bool if getattr(value, "dtype", None) == np.bool_ else torch.int64)
 
 
 def fetches(function: Callable[..., Any], args: Sequence[Any]) -> bool:

@@ -343,10 +343,12 @@ class Recorder(OwnMode, TorchDispatchMode):
     def _bind(self, tensor: torch.Tensor, function: Callable[..., Any]) -> Binding:
         known = self._known.get(id(tensor))
         if known is not None and known.reference() is tensor:
-            if tensor._is_view() and calls.meta_of(tensor) == known.meta:
-                known.history = _history(tensor)  # an in-place call on its base gives a view another node
-            elif calls.meta_of(tensor) != known.meta or _history(tensor) != known.history:
+            if calls.meta_of(tensor) != known.meta:
                 raise Untraceable("CX0103", "its metadata is not what the call that made it left")
+            if _history(tensor) != known.history:  # an in-place call gives views, and the base, another node
+                if function in functions.FETCH:
+                    raise Untraceable("CX0103", "its autograd node is not the one that its call made")
+                known.history = _history(tensor)
             return known.binding
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not isinstance(
             tensor, torch.nn.Parameter
@@ -640,6 +642,11 @@ class Recorder(OwnMode, TorchDispatchMode):
                 self.fail(
                     "CX0105", f"a result of {self._events[known.binding.event].name} is still differentiable"
                 )
+                return None
+            made = self._events[known.binding.event]
+            if _history(tensor) != made.outputs[known.binding.output].history:
+                self.location = made.location
+                self.fail("CX0103", f"a result of {made.name} has another autograd node at the end")
                 return None
             kept.add((known.binding.event, known.binding.output))
         events = tuple(

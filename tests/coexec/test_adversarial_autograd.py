@@ -503,3 +503,41 @@ def test_history_from_before_the_block_is_right(compared):
             train(s, h.pow(2).mean())
 
     compared(linear, step, 8)
+
+
+def test_a_base_that_is_written_through_its_views():
+    """Each write gives the base another node, though no call was made on it."""
+
+    def loss_of(s, x):
+        grid = torch.zeros(6, 6)
+        grid[:, :3] = s.model(x)
+        left, right = grid[:, :3], grid[:, 3:]
+        left.t().mul_(1.5)
+        right.add_(left.detach())
+        grid.view(-1)[::7] += 1.0
+        s.kept = grid.detach()
+        return (grid @ grid).square().mean()
+
+    def step(s, k, tape):
+        x = torch.randn(6, 4)
+        with tape():
+            train(s, loss_of(s, x))
+
+    assert coexecuted(compare(linear, step, 12), 6)
+
+
+@pytest.mark.parametrize("shown", ["before", "behind", "never"])
+def test_a_kept_base_that_is_written_through_a_view_shows_the_node_of_its_last_write(shown):
+    def step(s, k, tape):
+        x = torch.randn(6, 4)
+        with tape():
+            h = s.model(x) * 2
+            if shown == "before":
+                s.log.append(repr(h))
+            h[1:].mul_(3)
+            if shown == "behind":
+                s.log.append(repr(h))
+            train(s, h.square().mean())
+            s.kept = h
+
+    compare(linear, step, 12)

@@ -205,3 +205,35 @@ def test_a_momentum_that_python_computes_from_a_counter(compared):
             train(s, s.model(x).pow(2).mean())
 
     assert coexecuted(compared(make, step, 9), 4)
+
+
+@pytest.mark.parametrize("form", ["integers", "mask", "int32", "with a slice"])
+def test_arrays_as_an_index(form):
+    """Minibatches by NumPy's permutations are one path, whatever is in them."""
+
+    def step(s, k, tape):
+        x, rows = torch.randn(8, 4), np.random.permutation(8)[:5]
+        index = {
+            "integers": rows,
+            "mask": np.isin(np.arange(8), rows),
+            "int32": rows.astype(np.int32),
+            "with a slice": (rows, slice(0, 4)),
+        }[form]
+        with tape():
+            loss = s.model(x[index]).square().mean()
+            train(s, loss)
+            s.log.append(loss.item())
+
+    assert coexecuted(compare(linear, step, 12), 6)
+
+
+@pytest.mark.parametrize(
+    "index", [np.arange(4).reshape(2, 2), np.zeros(0, np.int64), np.float64(1.0) * np.arange(3)]
+)
+def test_other_arrays_as_an_index_do_what_eager_does(index):
+    def step(s, k, tape):
+        x = torch.randn(8, 4)
+        with tape():
+            s.log.append(x[index].tolist())
+
+    compare(linear, step, 6)
