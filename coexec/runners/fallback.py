@@ -58,9 +58,10 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
     it = runner.iteration
     exposed = [r.exposure for r in it.records if isinstance(r, EventRecord) and r.exposure is not None]
     exposed += it.inputs.values()
-    written = [e.memory.clone() for e in exposed]
-    for exposure in exposed:
-        exposure.memory.copy_(exposure.contents)
+    with WithoutModes():  # nothing that the recorder has to see
+        written = [e.memory.clone() for e in exposed]
+        for exposure in exposed:
+            exposure.memory.copy_(exposure.contents)
     objects = {Produced(*place): symbol.tensor for place, symbol in it.placeholders.items()}
     it.symbols.clear()
     it.placeholders.clear()
@@ -83,8 +84,9 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
                 except Exception as e:  # what does not depend on it has to be there when Python goes on
                     error = error or e
                     failed |= _outputs(record)
-    for exposure, contents in zip(exposed, written, strict=True):
-        exposure.memory.copy_(contents)
+    with WithoutModes():
+        for exposure, contents in zip(exposed, written, strict=True):
+            exposure.memory.copy_(contents)
     it.records.clear()
     if error is not None:
         raise error

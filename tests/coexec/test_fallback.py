@@ -6,6 +6,7 @@ import contextlib
 import threading
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,3 +212,20 @@ def test_what_fails_in_a_block_is_eagers_error_and_training_goes_on(executor):
     assert cause.where.startswith("test_fallback.py:")
     assert not torch.equal(after, table.weight)
     assert report.phase == "co-execution"
+
+
+def test_a_fallback_with_memory_that_numpy_knows_is_traced():
+    """The memory is put back to what it was when it was fed, and that is no operation of the program."""
+
+    def step(s, k, tape):
+        array = np.random.randn(4, 4).astype(np.float32)
+        with tape():
+            loss = s.model(torch.from_numpy(array)).square().mean()
+            if k % 4 == 3:
+                loss = loss * 2
+            train(s, loss)
+
+    report = compare(linear, step, 16)
+
+    assert report.fallbacks == 1, report.summary()
+    assert coexecuted(report, 11)
