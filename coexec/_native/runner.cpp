@@ -439,11 +439,15 @@ void Runner::compiled(const Instruction& instruction) {
   inputs.push_back(at::zeros({1}));  // the token that orders feeds and fetches
   for (int64_t symbol : instruction.symbols) inputs.push_back(at::zeros({1}).expand({size(symbol)}));
   for (int64_t reg : instruction.ins) inputs.push_back(registers_[reg].toTensor());
+  Symbols symbols = [this](int64_t s) -> std::optional<int64_t> { return size(s); };
   std::vector<at::Tensor> outputs = instruction.library->run(inputs);
   TORCH_CHECK(outputs.size() == instruction.outs.size(), "a compiled block returned ", outputs.size(),
               " values where ", instruction.outs.size(), " were expected");
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (instruction.outs[i] >= 0) registers_[instruction.outs[i]] = std::move(outputs[i]);
+    if (instruction.outs[i] < 0) continue;
+    TORCH_CHECK(!instruction.shapes[i] || are(*instruction.shapes[i], outputs[i].sizes(), symbols),
+                "a compiled block gave shape ", outputs[i].sizes(), ", and traces had another one");
+    registers_[instruction.outs[i]] = std::move(outputs[i]);
   }
 }
 

@@ -75,6 +75,7 @@ struct Node {
   std::unordered_map<int64_t, std::vector<int64_t>> edges;  // messages by the node before
   std::vector<Meta> output_metas;
   bool varies = false;  // whether sizes of its outputs do
+  std::vector<int64_t> symbols;  // that have to be known when it is taken
   std::vector<py::object> output_bindings, output_histories, output_places;
   std::unordered_map<size_t, size_t> rebinds;  // the argument that an output is, changed in place
   py::object result;
@@ -131,6 +132,7 @@ Node make_node(const py::dict& d) {
   n.edges = d["edges"].cast<std::unordered_map<int64_t, std::vector<int64_t>>>();
   n.output_metas = metas_of(d["output_metas"]);
   for (const Meta& meta : n.output_metas) n.varies |= meta.varies;
+  n.symbols = d["symbols"].cast<std::vector<int64_t>>();
   n.output_bindings = d["output_bindings"].cast<std::vector<py::object>>();
   n.output_histories = d["output_histories"].cast<std::vector<py::object>>();
   for (const auto& [output, argument] : d["rebinds"].cast<std::vector<std::pair<size_t, size_t>>>()) {
@@ -304,6 +306,9 @@ class Walker : public Answering {
     }
     for (size_t i = 0; i < node.numbers.size(); ++i) {
       if (node.numbers[i].size.varies() && !fits_varying(node.numbers[i].size, arguments_.numbers[i])) return false;
+    }
+    for (int64_t symbol : node.symbols) {
+      if (!symbol_value(symbol)) return false;
     }
     return !node.varies || has_shapes(node);
   }

@@ -34,7 +34,7 @@ from coexec.tracegraph.program import (
     Program,
     Reg,
 )
-from coexec.tracegraph.sizes import Size
+from coexec.tracegraph.sizes import Size, varies
 from coexec.tracegraph.trace import TensorMeta
 
 
@@ -49,6 +49,7 @@ class Block:
         operations: how many it has.
         symbols: those in its sizes; it gets a tensor of as many elements for each, before the registers.
         inputs: what it gets.
+        metas: what its results are.
         random: whether it draws random numbers.
     """
 
@@ -58,6 +59,7 @@ class Block:
     operations: int
     symbols: tuple[int, ...]
     inputs: tuple[InputMeta | SymbolInput, ...]
+    metas: tuple[TensorMeta | None, ...]
     random: bool
 
 
@@ -120,7 +122,8 @@ def _linked(part: Part) -> Instruction:
     if not isinstance(part, Block):
         return part
     library = core.Library(str(compiled(job_of(part))))
-    return Compiled(library, part.sources, part.outs, random=part.random, symbols=part.symbols)
+    shapes = tuple(m.shape if m is not None and varies(m.shape) else None for m in part.metas)
+    return Compiled(library, part.sources, part.outs, random=part.random, symbols=part.symbols, shapes=shapes)
 
 
 def _between_written_feeds(body: list[Instruction], written: set[int]) -> list[list[Instruction]]:
@@ -197,7 +200,8 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
     inputs += [InputMeta.of(program.metas[r], local) for r in sources]
     calls = [i for i in body if isinstance(i, Call)]
     random = any(c.random for c in calls)
-    return Block(module, tuple(sources), outs, len(calls), symbols, tuple(inputs), random)
+    metas = tuple(program.metas.get(r) for r in outs)
+    return Block(module, tuple(sources), outs, len(calls), symbols, tuple(inputs), metas, random)
 
 
 def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node], encode: Any) -> None:

@@ -97,15 +97,9 @@ def _symbols(instruction: Instruction, program: Program) -> set[int]:
     metas = [program.metas[r] for r in reads(instruction) if r in program.metas]
     found: set[int] = set()
     if isinstance(instruction, Call):
-        found |= _symbols_in(instruction.args)
+        found |= symbols_in(instruction.args)
     if isinstance(instruction, Feed) and isinstance(instruction.example, TensorMeta):
         metas.append(instruction.example)
     for meta in metas:
-        found |= _symbols_in((*meta.shape, *meta.stride))
+        found |= symbols_in((*meta.shape, *meta.stride))
     return found
-
-
-def _symbols_in(value: Any) -> set[int]:
-    if isinstance(value, tuple):
-        return {s for v in value for s in _symbols_in(v)}
-    return symbols_in(value) if isinstance(value, Size) else set()

@@ -28,6 +28,7 @@ from coexec.tracegraph.program import (
     Switch,
 )
 from coexec.tracegraph.sizes import Size, varies
+from coexec.tracegraph.trace import Dimension
 
 
 class NativeRunner:
@@ -119,7 +120,7 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
                 "outs": _or_minus_one(instruction.outs),
                 "when": int(instruction.when),
                 "grad_mode": instruction.grad_mode,
-                "shapes": [None if s is None else [encoded_size(d) for d in s] for s in instruction.shapes],
+                "shapes": list(map(_encode_shape, instruction.shapes)),
                 "where": describe(instruction.location),
             }
         case Feed():
@@ -137,6 +138,7 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
                 "library": instruction.library,
                 "ins": list(instruction.sources),
                 "symbols": list(instruction.symbols),
+                "shapes": [None, *map(_encode_shape, instruction.shapes)],
                 "outs": [-1, *_or_minus_one(instruction.outs)],  # the token comes first
             }
         case Commit():
@@ -146,6 +148,10 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
 
 def _or_minus_one(outs: Sequence[int | None]) -> list[int]:
     return [-1 if o is None else o for o in outs]
+
+
+def _encode_shape(shape: Sequence[Dimension] | None) -> list[Any] | None:
+    return None if shape is None else [encoded_size(d) for d in shape]
 
 
 def _encode_argument(argument: Any) -> tuple[str, Any]:

@@ -283,17 +283,15 @@ class PythonRunner(EnteredNatively):
             "CX0001", difference(it, self.skeleton, function, nearest, whole_key, numbers, refused)
         )
 
-    @staticmethod
-    def _fits(node: Node, key: Any, numbers: list[Number], sizes: Sizes) -> bool:
+    def _fits(self, node: Node, key: Any, numbers: list[Number], sizes: Sizes) -> bool:
         own: Any = node.key
-        if own == key:  # also in sizes
-            return fit(node.numbers, numbers) and sizes.numbers_fit(node.numbers, numbers)
         return (
             own[:2] == key[:2]
             and len(own[2]) == len(key[2])
             and all(map(sizes.fit, own[2], key[2]))
             and fit(node.numbers, numbers)
             and sizes.numbers_fit(node.numbers, numbers)
+            and sizes.know(self.skeleton.symbols.get(node.id, ()))
             and (is_shaped_by_data(node) or all(sizes.concrete(o.meta) is not None for o in node.outputs))
         )
 

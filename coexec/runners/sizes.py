@@ -6,7 +6,7 @@ Out: whether they agree, and the values of symbols that this call is the first t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,10 @@ class Sizes:
             for slot, number in zip(slots, numbers, strict=True)
             if isinstance(slot.value, Size)
         )
+
+    def know(self, symbols: Iterable[int]) -> bool:
+        """Whether these symbols have values."""
+        return all(self._value(s) is not None for s in symbols)
 
     def concrete(self, meta: TensorMeta) -> TensorMeta | None:
         """Metadata with the sizes of this iteration; None if one of them has no value."""

@@ -13,7 +13,7 @@ import torch
 
 from coexec.runners.random_state import generators_of
 from coexec.runners.walker import make_walker
-from coexec.tracegraph.graph import END, Captured, Node, NumberOrigin, TraceGraph
+from coexec.tracegraph.graph import END, Captured, Node, NumberOrigin, TraceGraph, symbols_of
 from coexec.tracegraph.interning import Interner, captured_of, interned, outputs_of
 from coexec.tracegraph.numbers import agreements
 from coexec.tracegraph.program import Program
@@ -33,6 +33,7 @@ class Skeleton:
         captured: the binding of each captured tensor.
         bound: which of these tensors the program reads.
         agreements: for each node, numbers that have to agree because traces cannot tell them apart.
+        symbols: those that have to be known at each node that has any.
         plain: the register of each output that is neither a view of an external tensor nor differentiable.
         walker: the native hot path, None where there is none.
     """
@@ -45,6 +46,7 @@ class Skeleton:
     captured: tuple[Captured, ...]
     bound: tuple[int, ...]
     agreements: dict[int, tuple[tuple[NumberOrigin, ...], ...]]
+    symbols: dict[int, frozenset[int]]
     plain: dict[tuple[int, int], int]
     walker: Any
 
@@ -58,7 +60,8 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
     }
     outputs = outputs_of(graph, one)
     agreed = {n.id: found for n in graph.nodes if (found := agreements(n.operations))}
-    walker = make_walker(graph, program, children, outputs, agreed)
+    symbols = {n.id: needed for n in graph.nodes if (needed := symbols_of(n))}
+    walker = make_walker(graph, program, children, outputs, agreed, symbols)
     generators = generators_of(program)
     captured = captured_of(graph, one)
     plain = {
@@ -68,4 +71,6 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
         if (node.id, number) not in program.rebased and not node.outputs[number].meta.requires_grad
     }
     bound = tuple(program.captured)
-    return Skeleton(graph, program, children, generators, outputs, captured, bound, agreed, plain, walker)
+    return Skeleton(
+        graph, program, children, generators, outputs, captured, bound, agreed, symbols, plain, walker
+    )

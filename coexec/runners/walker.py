@@ -62,10 +62,11 @@ def make_walker(
     children: Mapping[int, tuple[Node, ...]],
     outputs: tuple[tuple[Produced, ...], ...],
     special: Container[int],
+    symbols: Mapping[int, frozenset[int]],
 ) -> Any:
     """A native walker for a graph; `outputs` are the interned bindings of its nodes' outputs.
 
-    Nodes in `special` are left to Python.
+    Nodes in `special` are left to Python; `symbols` have to be known at a node.
     """
     if core is None:
         return None
@@ -74,7 +75,9 @@ def make_walker(
         into.setdefault(target, {})[source] = list(messages)
     itself = program.written | program.seen
     nodes = [
-        _node(n, program, into.get(n.id, {}), outputs[n.id], n.id not in special, itself) for n in graph.nodes
+        _node(n, program, into.get(n.id, {}), outputs[n.id], n.id not in special, itself)
+        | {"symbols": sorted(symbols.get(n.id, ()))}
+        for n in graph.nodes
     ]
     ranges = [(s.low, s.high) for s in graph.symbols]
     following = {s: [n.id for n in t] for s, t in children.items()}

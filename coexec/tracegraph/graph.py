@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from coexec.tracegraph.sizes import Size, Symbol
+from coexec.tracegraph.sizes import Size, Symbol, symbols_in
 from coexec.tracegraph.trace import (
     Computed,
     Constant,
@@ -128,6 +128,20 @@ def is_shaped_by_data(node: Node) -> bool:
     In a backward pass they decide as they did in the forward pass, which Python knows by then.
     """
     return not node.backward and any(o.shaped_by_data for o in node.operations)
+
+
+def symbols_of(node: Node) -> frozenset[int]:
+    """The symbols that have to be known when a node is taken: those that its own values do not decide."""
+    found: set[int] = set()
+    for operation in node.operations:
+        found |= symbols_in(operation.args)
+        for result in operation.results:
+            if result is not None:
+                found |= symbols_in((*result.meta.shape, *result.meta.stride))
+    if is_shaped_by_data(node):
+        for output in node.outputs:
+            found -= symbols_in(output.meta.shape)
+    return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)

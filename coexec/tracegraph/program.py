@@ -112,7 +112,10 @@ class Jump:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Runs a compiled block on symbols in sizes and registers; a `random` one draws random numbers."""
+    """Runs a compiled block on symbols in sizes and registers; a `random` one draws random numbers.
+
+    Results whose sizes vary have to have these `shapes`.
+    """
 
     library: Any
     sources: tuple[int, ...]
@@ -120,6 +123,7 @@ class Compiled:
     release: tuple[int, ...] = ()
     random: bool = False
     symbols: tuple[int, ...] = ()
+    shapes: tuple[tuple[Dimension, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,11 +93,13 @@ def value_of(size: Size | int, symbols: Callable[[int], int | None]) -> int | No
     return total // size.divisor
 
 
-def symbols_in(size: Size | int | None) -> set[int]:
-    """The numbers of the symbols in an expression."""
-    if not isinstance(size, Size):
+def symbols_in(value: Any) -> set[int]:
+    """The numbers of the symbols in an expression, or in several."""
+    if isinstance(value, tuple):
+        return set().union(*map(symbols_in, value))
+    if not isinstance(value, Size):
         return set()
-    factors = [f for _, factors in size.terms for f in factors]
+    factors = [f for _, factors in value.terms for f in factors]
     inner = [symbols_in(f) for f in factors if isinstance(f, Size)]
     return {f for f in factors if isinstance(f, int)}.union(*inner)
 
