@@ -118,6 +118,10 @@ class ProgramReport:
             lines.append(f"  dynamic phase: {self.sent} calls sent to the queue, {waited} run by Python")
             for name, reason, n in self.waits[:8]:
                 lines.append(f"    {n} x {name}: {reason}")
+        symbols = [] if self.graph is None else list(enumerate(self.graph.symbols))
+        ranges = [f"s{i} from {s.low} to {s.high}" for i, s in symbols if s.low <= s.high]
+        if ranges:
+            lines.append(f"  sizes that vary: {', '.join(ranges)}")
         if self.blocks:
             sizes = ", ".join(
                 f"{b.operations} operations by {b.executor}"

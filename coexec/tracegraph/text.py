@@ -2,8 +2,8 @@
 
 In:  a TraceGraph.
 Out: one line a node. `%3` is the output of node 3, `c0` a captured tensor, `feed` a tensor that Python
-     feeds there, `~0.1` a number that varies; `->` lists the nodes that follow when that is not just
-     the next line.
+     feeds there (where sizes vary with its shape, `feed[s0, 4]`), `~0.1` a number that varies; `->` lists the
+     nodes that follow when that is not just the next line.
 
     %2 = aten.add.Tensor(%0, %1)  # train.py:41
 
@@ -38,6 +38,7 @@ from coexec.tracegraph.program import (
     When,
 )
 from coexec.tracegraph.rolled import Item, LoopNode, roll
+from coexec.tracegraph.sizes import Size, varies
 from coexec.tracegraph.trace import Kind, Produced, TensorMeta
 
 Describe = Callable[[int], str]
@@ -126,13 +127,20 @@ def _instruction(instruction: Instruction) -> str:
         case Jump():
             return f"jump {instruction.target}"
         case Compiled():
-            return f"{_registers(instruction.outs)} = compiled({_registers(instruction.sources)})"
+            sources = ", ".join(
+                [*(f"s{s}" for s in instruction.symbols), *map(_register, instruction.sources)]
+            )
+            return f"{_registers(instruction.outs)} = compiled({sources})"
         case Commit():
             return "commit"
 
 
 def _registers(registers: Sequence[int | None]) -> str:
-    return ", ".join("_" if register is None else f"r{register}" for register in registers)
+    return ", ".join(map(_register, registers))
+
+
+def _register(register: int | None) -> str:
+    return "_" if register is None else f"r{register}"
 
 
 def _argument(value: Any) -> str:
@@ -145,8 +153,14 @@ def _line(node: Node, representative: dict[int, int], where: Describe) -> str:
     columns = zip(
         *(a.bindings[: len(a.bindings) - len(node.implicit_metas)] for a in node.alternatives), strict=True
     )
-    arguments = ["|".join(dict.fromkeys(_binding(b, representative) for b in column)) for column in columns]
+    arguments = []
+    key: Any = node.key
+    for column, meta in zip(columns, key[2], strict=True):
+        shape = f"[{', '.join(map(str, meta.shape))}]" if varies(meta.shape) else ""
+        names = [_binding(b, representative) + (shape if isinstance(b, Fed) else "") for b in column]
+        arguments.append("|".join(dict.fromkeys(names)))
     arguments += [f"~{slot.value:.4g}" for slot in node.numbers if slot.classes is not None]
+    arguments += [str(slot.value) for slot in node.numbers if isinstance(slot.value, Size)]
     place = where(node.location)
     target = "fetch " if node.kind is Kind.FETCH else f"%{node.id} = "
     return f"{target}{node.name}({', '.join(arguments)})" + (f"  # {place}" if place else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -186,3 +187,39 @@ def test_code_that_would_hold_for_some_sizes_only_is_left_to_aten(monkeypatch, t
     assert_close(mine, eager)
     [report] = coexec.explain().programs
     assert "s0 = 7" in report.summary()
+
+
+def test_a_block_that_gives_another_shape_than_python_was_told_is_a_fallback(monkeypatch):
+    from coexec.executors import inductor
+    from coexec.tracegraph.sizes import Size
+    from tests.coexec.harness import eager_tape
+
+    linked = inductor._linked
+
+    def wrongly(part):
+        instruction = linked(part)
+        wrong = tuple(
+            s and tuple(Size(((1, (d,)),), 1) if isinstance(d, Size) else d for d in s)
+            for s in instruction.shapes
+        )
+        return dataclasses.replace(instruction, shapes=wrong)
+
+    monkeypatch.setattr(inductor, "_linked", lambda part: wrongly(part) if hasattr(part, "module") else part)
+    kept = []
+
+    def train_and_keep(tape):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        for step in range(10):
+            x = torch.randn(4 + step * 3 % 5, 3)
+            with tape() as _, torch.no_grad():
+                out = model(x)
+            kept.append(out.clone())
+        return kept[-10:]
+
+    eager = train_and_keep(eager_tape)
+    mine = train_and_keep(lambda: coexec.GradientTape(executor="inductor", check=True))
+
+    for a, b in zip(mine, eager, strict=True):
+        torch.testing.assert_close(a, b)
+    assert "a compiled block gave shape" in coexec.explain().summary()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from coexec.tracegraph.graph import symbols_of
 from coexec.tracegraph.sizes import Expressions, Size, symbol, value_of, value_range
 from tests.coexec.harness import coexecuted, compare, train
 
@@ -360,3 +361,33 @@ def test_operations_on_sizes_that_vary_are_not_placed():
             s.log.append(loss.item())
 
     assert one_path(compare(of_model(lambda: nn.Linear(4, 3)), step, 14, executor="placed"))
+
+
+def test_a_report_says_what_sizes_may_be():
+    def step(s, k, tape):
+        x = torch.randn(LENGTHS[k], 4)
+        with tape():
+            train(s, (s.model(x).sum(0) / len(x)).square().mean())
+
+    report = compare(of_model(lambda: nn.Linear(4, 3)), step, 14)
+
+    assert "sizes that vary: s0 from 3 to 18" in report.summary()
+    assert "nn.linear(feed[s0, 4], c0, c1)" in str(report)
+    assert "Tensor.div(%1, s0)" in str(report)
+
+
+def test_a_node_needs_the_symbols_of_its_operations():
+    def step(s, k, tape):
+        x = torch.randn(LENGTHS[k], 4)
+        with tape():
+            h = s.model(x)
+            chosen = h[x[:, 0] > -1]
+            train(s, chosen.square().mean())
+
+    report = compare(of_model(lambda: nn.Linear(4, 3)), step, 14)
+
+    needed = {
+        n.name: symbols_of(n) for n in report.graph.nodes if n.name in ("nn.linear", "Tensor.__getitem__")
+    }
+    assert needed["nn.linear"] == {0}
+    assert needed["Tensor.__getitem__"] == set(), "how many are chosen is known behind it"
