@@ -11,16 +11,18 @@ Sizes of zero and one take part only where traces had them, since PyTorch broadc
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coexec.tracegraph.derivation import Column, Derivation, Found, Underived
+from coexec.tracegraph.expressions import Expressions, Values
 from coexec.tracegraph.lifting import lift
-from coexec.tracegraph.numbers import TRANSFORMS, same_number
+from coexec.tracegraph.numbers import same_number
 from coexec.tracegraph.places import Place, numbers_in, outline, with_sizes
-from coexec.tracegraph.sizes import Expressions, Size, Symbol, Values, fixed, symbols_in, value_range
-from coexec.tracegraph.trace import Computed, Event, External, Input, Local, Trace
+from coexec.tracegraph.sizes import Symbol, value_range
+from coexec.tracegraph.trace import Event, Trace
 
 #: Traces with different sizes before these become symbolic: two points fit too many expressions.
 ENOUGH = 3
@@ -108,21 +110,6 @@ def _outline(trace: Trace) -> Hashable:
     return tuple(map(outline, trace.events))
 
 
-# --- one group ----------------------------------------------------------------------------------
-
-Column = tuple[Place, tuple[Any, ...]]  # a place, and what each trace has there
-Found = dict[Place, list[Size | int | None]]  # the expressions of a place that varies; None keeps a number
-
-
-class _Unexplained(Exception):
-    """A number follows from nothing that an iteration shows."""
-
-    def __init__(self, event: int, values: Values) -> None:
-        super().__init__(event, values)
-        self.event = event
-        self.values = values
-
-
 class _Group:
     """Traces with equal outlines."""
 
@@ -143,31 +130,29 @@ class _Group:
             return None
         promoted: set[tuple[int, int]] = set()  # numbers that are symbols
         while True:
-            attempt = _Attempt(self.traces, self.varying, promoted, dict(self.names))
+            derivation = Derivation(self.traces, self.varying, promoted, dict(self.names))
             try:
-                found = attempt.explain()
+                found = derivation.run()
                 break
-            except _Unexplained as unexplained:
-                number = self._number_for(unexplained, promoted)
+            except Underived as underived:
+                number = self._number_for(underived, promoted)
                 if number is None:
                     return None
                 promoted.add(number)
-        self.names.update(attempt.names)
-        self.symbols = attempt.symbols
+        self.names.update(derivation.names)
+        self.symbols = derivation.symbols
         return [self._rebuilt(found, i) for i in range(len(self.traces))]
 
-    def _number_for(
-        self, unexplained: _Unexplained, promoted: set[tuple[int, int]]
-    ) -> tuple[int, int] | None:
+    def _number_for(self, underived: Underived, promoted: set[tuple[int, int]]) -> tuple[int, int] | None:
         """A number that Python passed at or before an event, and that would explain values in it."""
-        for index in range(unexplained.event, -1, -1):
+        for index in range(underived.event, -1, -1):
             for place, candidate in self.varying[index]:
                 is_candidate = place.kind == "number" and candidate[0].__class__ is int
                 if not is_candidate or (index, place.index) in promoted:
                     continue
                 alone = Expressions()
                 alone.add_symbol(0, candidate)
-                if index == unexplained.event or alone.find(unexplained.values) is not None:
+                if index == underived.event or alone.find(underived.values) is not None:
                     return index, place.index
         return None
 
@@ -197,143 +182,3 @@ def _differ(values: tuple[Any, ...]) -> bool:
 
 def _is_size(place: Place, values: tuple[Any, ...]) -> bool:
     return values[0].__class__ is int and place.kind not in ("number", "value")
-
-
-# --- expressions --------------------------------------------------------------------------------
-
-
-class _Attempt:
-    """Expressions for all places that vary, when some numbers of Python are symbols."""
-
-    def __init__(
-        self,
-        traces: Sequence[Trace],
-        varying: Sequence[Sequence[Column]],
-        promoted: set[tuple[int, int]],
-        names: dict[Hashable, int],
-    ) -> None:
-        self.traces = traces
-        self.varying = varying
-        self.promoted = promoted
-        self.names = names
-        self.symbols: dict[int, Values] = {}
-        self._expressions = Expressions()
-        self._fed: list[tuple[Any, ...]] = []  # numbers that are no sizes, of all events so far
-
-    def explain(self) -> list[Found]:
-        """The expressions of each event.
-
-        Raises:
-            _Unexplained: if a place has none.
-        """
-        occurrences: Counter[Hashable] = Counter()
-        known: set[int] = set()  # external tensors that earlier events have used
-        found = []
-        for index, event in enumerate(self.traces[0].events):
-            identity = (event.function, event.location)
-            occurrences[identity] += 1
-            before = len(self._fed)
-            asked: set[int] = set()  # symbols that only the result of this event shows
-            shaped = not event.backward and any(o.shaped_by_data for o in event.operations)
-            by_place: Found = defaultdict(list)
-            for place, values in self.varying[index]:
-                name = (identity, occurrences[identity], place)
-                candidates = self._fed if event.backward else self._fed[before:]
-                if place.kind == "number":
-                    size = self._number(index, place, values, name)
-                elif values[0].__class__ is float or place.kind == "value":
-                    size = self._value(index, values, candidates)
-                elif _is_new(event, place, known):
-                    size = self._new_size(values, name)
-                elif shaped and place.kind.startswith("result"):
-                    size = self._expressions.find(values)
-                    if size is None:
-                        size = self._symbol(name, values)
-                        asked |= symbols_in(size)
-                else:
-                    size = self._size(index, values)
-                if place.kind in ("argument", "value") and asked & symbols_in(size):
-                    raise _Unexplained(index, values)  # it would be known too late
-                by_place[place].append(size)
-            known |= {b.index for b in event.inputs if isinstance(b, External)}
-            by_place.update(self._offsets(index))
-            found.append(by_place)
-        return found
-
-    def _number(self, event: int, place: Place, values: tuple[Any, ...], name: Hashable) -> Size | int | None:
-        size = self._expressions.find(values) if values[0].__class__ is int else None
-        if size is None and (event, place.index) in self.promoted:
-            return self._symbol(name, values)
-        if size is None:
-            self._fed.append(values)
-        return size
-
-    def _value(
-        self, event: int, values: tuple[Any, ...], fed: Sequence[tuple[Any, ...]]
-    ) -> Size | int | None:
-        for transform in TRANSFORMS.values():
-            for candidate in fed:
-                if all(same_number(transform(c), v) for c, v in zip(candidate, values, strict=True)):
-                    return None
-        if values[0].__class__ is float:
-            raise _Unexplained(event, values)
-        return self._size(event, values)
-
-    def _new_size(self, values: Values, name: Hashable) -> Size | int:
-        size = self._expressions.find(values) if self._expressions.is_multiple(values) else None
-        return self._symbol(name, values) if size is None else size
-
-    def _size(self, event: int, values: Values) -> Size | int:
-        size = self._expressions.find(values)
-        if size is None:
-            raise _Unexplained(event, values)
-        return size
-
-    def _symbol(self, name: Hashable, values: Values) -> Size:
-        number = self.names.setdefault(name, len(self.names))
-        self.symbols[number] = values
-        return self._expressions.add_symbol(number, values)
-
-    def _offsets(self, index: int) -> Found:
-        """Where in their memory outputs begin, which Python may see.
-
-        Views of external tensors may be rebased, by as much in each trace.
-        """
-        out: Found = {}
-        events = [t.events[index] for t in self.traces]
-        for number, output in enumerate(events[0].outputs):
-            offsets = fixed(e.outputs[number].meta.offset for e in events)
-            external = _external_of(self.traces[0], index, output.value)
-            if external is None:
-                size = self._size(index, offsets)
-                if isinstance(size, Size):
-                    out[Place("offset", number, 0)] = [size]
-            elif any(e.outputs[number].kept for e in events):
-                starts = fixed(t.externals[external].meta.offset for t in self.traces)
-                if len({o - s for o, s in zip(offsets, starts, strict=True)}) > 1:
-                    raise _Unexplained(index, offsets)
-        return out
-
-
-def _is_new(event: Event, place: Place, known: set[int]) -> bool:
-    """Whether a size is one of a tensor that comes from outside here."""
-    if place.kind not in ("input shape", "input stride"):
-        return False
-    binding = event.inputs[place.index]
-    return isinstance(binding, External) and binding.index not in known
-
-
-def _external_of(trace: Trace, event: int, value: Input | Local) -> int | None:
-    """The external tensor whose memory a value is a view of; None for memory of the iteration."""
-    while True:
-        if isinstance(value, Input):
-            source = trace.events[event].sources[value.index]
-            if isinstance(source, External):
-                return source.index
-            if not isinstance(source, Computed):
-                return None
-            event, value = source.event, Local(source.operation, source.result)
-        result = trace.events[event].operations[value.operation].results[value.result]
-        if result is None or result.alias is None:
-            return None
-        value = result.alias

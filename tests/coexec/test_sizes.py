@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from coexec.tracegraph.expressions import Expressions
 from coexec.tracegraph.graph import symbols_of
-from coexec.tracegraph.sizes import Expressions, Size, symbol, value_of, value_range
+from coexec.tracegraph.sizes import Size, symbol, value_of, value_range
 from tests.coexec.harness import coexecuted, compare, train
 
 LENGTHS = [7, 9, 5, 8, 6, 9, 7, 5, 8, 6, 7, 9, 5, 6]  # the first four show the range
@@ -117,6 +118,22 @@ def test_native_code_evaluates_sizes_as_python_does(size, values):
         expected = None
     assert value_of(size, dict(enumerate(values)).get) == expected
     assert core.size_value(encoded(size), values) == expected
+
+
+@given(sizes, st.lists(st.tuples(*[st.integers(0, 12)] * 3), min_size=3, max_size=6))
+def test_what_is_found_has_the_values_that_it_was_found_for(size, traces):
+    try:
+        values = tuple(by_hand(size, symbols) for symbols in traces)
+    except ArithmeticError:
+        return
+    columns = tuple(zip(*traces, strict=True))
+    known = expressions(**dict(zip("abc", columns, strict=True)))
+    known.find(tuple(a + 1 for a in columns[0]))  # later sizes may be made of it
+
+    found = known.find(values)
+
+    if found is not None:
+        assert tuple(value_of(found, symbols.__getitem__) for symbols in traces) == values
 
 
 @given(
