@@ -127,7 +127,11 @@ def value_range(values: Sequence[int]) -> Symbol:
     """What a symbol may be in iterations to come, by its values in traces.
 
     Code below Python may do something else from some size on, so sizes far from those seen are traced
-    first. So are zero and one unless a trace had them: PyTorch treats these by their own rules.
+    first. So are zero and one unless a trace had them: PyTorch treats these by their own rules, as it does -1.
     """
-    smallest = min(values)
-    return Symbol(smallest if smallest < 2 else max(2, -(-smallest // 2)), 2 * max(values))
+    smallest, largest = min(values), max(values)
+    if largest < 0:
+        return Symbol(2 * smallest, largest)
+    if smallest < 0:
+        return Symbol(0, -1)  # nothing: what a sign does is no matter of sizes
+    return Symbol(smallest if smallest < 2 else max(2, -(-smallest // 2)), 2 * largest)

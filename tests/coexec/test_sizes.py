@@ -328,6 +328,28 @@ def test_results_that_view_tensors_from_outside_are_eagers():
     compare(of_model(lambda: nn.Linear(4, 3)), step, 14)
 
 
+def test_the_end_of_a_tensor_is_a_size():
+    def step(s, k, tape):
+        x, n = torch.randn(20, 4), LENGTHS[k]
+        with tape():
+            loss = s.model(x[-n:]).square().mean() + x[n : 2 * n].sum() / n
+            train(s, loss)
+            s.log.append(loss.item())
+
+    assert one_path(compare(of_model(lambda: nn.Linear(4, 3)), step, 14))
+
+
+def test_a_number_that_changes_its_sign_is_no_size():
+    def step(s, k, tape):
+        x = torch.randn(20, 4)
+        with tape():
+            loss = s.model(x.roll(LENGTHS[k] - 7, 0)[:5]).square().mean()
+            train(s, loss)
+            s.log.append(loss.item())
+
+    compare(of_model(lambda: nn.Linear(4, 3)), step, 14)
+
+
 def test_shapes_that_python_reads_are_eagers():
     def step(s, k, tape):
         x = torch.randn(LENGTHS[k], 6)
