@@ -62,6 +62,9 @@ struct WalkerNames {
   Slot event, output;                                               // of a Produced
 };
 
+// A symbol that an iteration has not shown; the number is that of coexec.runners.unseen.
+constexpr int64_t kUnknown = -(int64_t{1} << 62);
+
 // What is done with a function that is no event; the numbers are those of coexec.runners.walker.
 enum class Treatment : long { Call = 0, Annotate = 1, IsLeaf = 2, GetGrad = 3, SetGrad = 4 };
 
@@ -75,7 +78,8 @@ struct Node {
   std::unordered_map<int64_t, std::vector<int64_t>> edges;  // messages by the node before
   std::vector<Meta> output_metas;
   bool varies = false;  // whether sizes of its outputs do
-  std::vector<int64_t> symbols;  // that have to be known when it is taken
+  std::vector<int64_t> symbols;  // that what it does depends on
+  py::object known;              // the set of their values for which that is known
   std::vector<py::object> output_bindings, output_histories, output_places;
   std::unordered_map<size_t, size_t> rebinds;  // the argument that an output is, changed in place
   py::object result;
@@ -133,6 +137,7 @@ Node make_node(const py::dict& d) {
   n.output_metas = metas_of(d["output_metas"]);
   for (const Meta& meta : n.output_metas) n.varies |= meta.varies;
   n.symbols = d["symbols"].cast<std::vector<int64_t>>();
+  n.known = d["known"];
   n.output_bindings = d["output_bindings"].cast<std::vector<py::object>>();
   n.output_histories = d["output_histories"].cast<std::vector<py::object>>();
   for (const auto& [output, argument] : d["rebinds"].cast<std::vector<std::pair<size_t, size_t>>>()) {
@@ -307,10 +312,7 @@ class Walker : public Answering {
     for (size_t i = 0; i < node.numbers.size(); ++i) {
       if (node.numbers[i].size.varies() && !fits_varying(node.numbers[i].size, arguments_.numbers[i])) return false;
     }
-    for (int64_t symbol : node.symbols) {
-      if (!symbol_value(symbol)) return false;
-    }
-    return !node.varies || has_shapes(node);
+    return (node.symbols.empty() || is_known(node)) && (!node.varies || has_shapes(node));
   }
 
   // --- sizes that vary ---
@@ -353,6 +355,19 @@ class Walker : public Answering {
       if (!fits_varying(meta.stride_sizes[i], tensor.strides()[i])) return false;
     }
     return true;
+  }
+
+  // Whether a node has been seen, or found, to do what it says for these sizes; if not, Python finds out.
+  bool is_known(const Node& node) const {
+    py::tuple values(node.symbols.size());
+    for (size_t i = 0; i < node.symbols.size(); ++i) {
+      PyObject* value = PyLong_FromLongLong(symbol_value(node.symbols[i]).value_or(kUnknown));
+      if (!value) throw py::error_already_set();
+      PyTuple_SET_ITEM(values.ptr(), i, value);
+    }
+    int found = PySet_Contains(node.known.ptr(), values.ptr());
+    if (found < 0) throw py::error_already_set();
+    return found == 1;
   }
 
   bool has_shapes(const Node& node) const {

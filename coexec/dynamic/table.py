@@ -18,8 +18,9 @@ from coexec.dynamic.recorder import Recording
 from coexec.runners.native import encoded_instruction
 from coexec.runners.walker import NAMES, encoded_meta, encoded_slot
 from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.functions import INDEXING
 from coexec.tracegraph.graph import FedNumber, NumberOrigin, NumberSlot
-from coexec.tracegraph.numbers import agree, agreements, fed_numbers, fit, unify, unify_slots, varying
+from coexec.tracegraph.numbers import agree, agreements, fed_numbers, fit, unify, unify_slots, unused, varying
 from coexec.tracegraph.program import Call, Reg, When
 from coexec.tracegraph.trace import Input, Local, Number, TensorMeta
 
@@ -94,7 +95,7 @@ class Table:
     def add(self, entry: Entry, numbers: Sequence[Number], recording: Recording) -> None:
         """Adds a recording to its entry, generalising a variant that differs in numbers only."""
         for index, variant in enumerate(entry.variants):
-            generalised = _generalised(variant, numbers, recording)
+            generalised = _generalised(entry.signature[0], variant, numbers, recording)
             if generalised is not None:
                 entry.variants[index] = generalised
                 break
@@ -120,12 +121,15 @@ def variant_of(numbers: Sequence[Number], recording: Recording) -> Variant:
     return _variant(tuple(NumberSlot(n) for n in numbers), recording)
 
 
-def _generalised(variant: Variant, numbers: Sequence[Number], recording: Recording) -> Variant | None:
+def _generalised(
+    function: Any, variant: Variant, numbers: Sequence[Number], recording: Recording
+) -> Variant | None:
     ours = variant.recording
     if (ours.outputs, ours.metas, ours.result) != (recording.outputs, recording.metas, recording.result):
         return None
-    operations = unify(ours.operations, recording.operations, varying(_CALL, variant.slots, numbers))
-    if operations is None:
+    differ = varying(_CALL, variant.slots, numbers)
+    operations = unify(ours.operations, recording.operations, differ)
+    if operations is None or (function in INDEXING and unused(differ, operations)):
         return None
     return _variant(unify_slots(variant.slots, numbers), replace(ours, operations=operations))
 

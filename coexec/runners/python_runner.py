@@ -292,8 +292,15 @@ class PythonRunner(EnteredNatively):
             and fit(node.numbers, numbers)
             and sizes.numbers_fit(node.numbers, numbers)
             and sizes.know(self.skeleton.symbols.get(node.id, ()))
+            and self._holds(node, sizes)
             and (is_shaped_by_data(node) or all(sizes.concrete(o.meta) is not None for o in node.outputs))
         )
+
+    def _holds(self, node: Node, sizes: Sizes) -> bool:
+        holds = self.skeleton.unseen.holds(node, sizes.value)
+        if not holds:
+            sizes.refused = "sizes that no trace had"
+        return holds
 
     def _check_exposed(self) -> None:
         """Arrays on memory of the graph have to be as they were, for the graph knows nothing of them."""

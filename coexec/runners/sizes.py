@@ -57,6 +57,10 @@ class Sizes:
         """Whether these symbols have values."""
         return all(self._value(s) is not None for s in symbols)
 
+    def value(self, symbol: int) -> int | None:
+        """What a symbol is, if it is known."""
+        return self._value(symbol)
+
     def concrete(self, meta: TensorMeta) -> TensorMeta | None:
         """Metadata with the sizes of this iteration; None if one of them has no value."""
         if not is_symbolic(meta):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from coexec.runners.random_state import generators_of
+from coexec.runners.unseen import Unseen
 from coexec.runners.walker import make_walker
 from coexec.tracegraph.graph import END, Captured, Node, NumberOrigin, TraceGraph, symbols_of
 from coexec.tracegraph.interning import Interner, captured_of, interned, outputs_of
@@ -34,6 +35,7 @@ class Skeleton:
         bound: which of these tensors the program reads.
         agreements: for each node, numbers that have to agree because traces cannot tell them apart.
         symbols: those that have to be known at each node that has any.
+        unseen: what nodes do for sizes that no trace had.
         plain: the register of each output that is neither a view of an external tensor nor differentiable.
         walker: the native hot path, None where there is none.
     """
@@ -47,6 +49,7 @@ class Skeleton:
     bound: tuple[int, ...]
     agreements: dict[int, tuple[tuple[NumberOrigin, ...], ...]]
     symbols: dict[int, frozenset[int]]
+    unseen: Unseen
     plain: dict[tuple[int, int], int]
     walker: Any
 
@@ -61,7 +64,8 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
     outputs = outputs_of(graph, one)
     agreed = {n.id: found for n in graph.nodes if (found := agreements(n.operations))}
     symbols = {n.id: needed for n in graph.nodes if (needed := symbols_of(n))}
-    walker = make_walker(graph, program, children, outputs, agreed, symbols)
+    unseen = Unseen(graph)
+    walker = make_walker(graph, program, children, outputs, agreed, unseen)
     generators = generators_of(program)
     captured = captured_of(graph, one)
     plain = {
@@ -72,5 +76,5 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
     }
     bound = tuple(program.captured)
     return Skeleton(
-        graph, program, children, generators, outputs, captured, bound, agreed, symbols, plain, walker
+        graph, program, children, generators, outputs, captured, bound, agreed, symbols, unseen, plain, walker
     )

@@ -18,6 +18,7 @@ from coexec.runners.iteration import Iteration
 from coexec.runners.placeholder import Symbol
 from coexec.runners.records import EventRecord, GradRecord
 from coexec.runners.sizes import encoded, is_symbolic
+from coexec.runners.unseen import Unseen
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.graph import Captured, Fed, Node, NumberSlot, TraceGraph
@@ -62,11 +63,11 @@ def make_walker(
     children: Mapping[int, tuple[Node, ...]],
     outputs: tuple[tuple[Produced, ...], ...],
     special: Container[int],
-    symbols: Mapping[int, frozenset[int]],
+    unseen: Unseen,
 ) -> Any:
     """A native walker for a graph; `outputs` are the interned bindings of its nodes' outputs.
 
-    Nodes in `special` are left to Python; `symbols` have to be known at a node.
+    Nodes in `special` are left to Python; `unseen` knows sizes that they have not been seen with.
     """
     if core is None:
         return None
@@ -76,7 +77,7 @@ def make_walker(
     itself = program.written | program.seen
     nodes = [
         _node(n, program, into.get(n.id, {}), outputs[n.id], n.id not in special, itself)
-        | {"symbols": sorted(symbols.get(n.id, ()))}
+        | {"symbols": list(unseen.watched.get(n.id, ())), "known": unseen.known.get(n.id, set())}
         for n in graph.nodes
     ]
     ranges = [(s.low, s.high) for s in graph.symbols]

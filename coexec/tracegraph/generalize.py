@@ -37,11 +37,13 @@ class Generalized:
     Attributes:
         traces: in the order in which they were given.
         symbols: what each symbol may be.
+        assignments: for each trace, the value of each of its symbols.
         latest: whether the last trace is one of those with symbolic sizes.
     """
 
     traces: tuple[Trace, ...]
     symbols: tuple[Symbol, ...]
+    assignments: tuple[tuple[tuple[int, int], ...], ...]
     latest: bool
 
 
@@ -49,7 +51,7 @@ def generalize(traces: Sequence[Trace]) -> Generalized:
     """Finds groups of traces that differ in sizes only, and makes these symbolic."""
     out = list(traces)
     names: dict[Hashable, int] = {}  # what each symbol is, in all groups
-    values: dict[int, list[int]] = defaultdict(list)
+    assignments: list[dict[int, int]] = [{} for _ in traces]
     made_symbolic: list[list[int]] = []
     groups = _groups(traces)
     while groups:
@@ -62,19 +64,22 @@ def generalize(traces: Sequence[Trace]) -> Generalized:
         made_symbolic.append(members)
         for index, trace in zip(members, made, strict=True):
             out[index] = trace
-        for number, seen in group.symbols.items():
-            values[number] += seen
+        for position, index in enumerate(members):
+            assignments[index] = {n: v[position] for n, v in group.symbols.items()}
     symbolic = [out[members[0]] for members in made_symbolic]
     for index, trace in enumerate(traces):
         if not any(index in members for members in made_symbolic):
             lifted = lift(trace, symbolic)
             if lifted is not None:
-                out[index], seen_values = lifted
-                for number, value in seen_values.items():
-                    values[number].append(value)
+                out[index] = lifted[0]
+                assignments[index] = lifted[1]
+    values: dict[int, list[int]] = defaultdict(list)
+    for assignment in assignments:
+        for number, value in assignment.items():
+            values[number].append(value)
     ranges = tuple(value_range(values[n]) if n in values else Symbol(0, -1) for n in range(len(names)))
     latest = any(members[-1] == len(traces) - 1 for members in made_symbolic)
-    return Generalized(tuple(out), ranges, latest)
+    return Generalized(tuple(out), ranges, tuple(tuple(a.items()) for a in assignments), latest)
 
 
 def _groups(traces: Sequence[Trace]) -> list[list[int]]:

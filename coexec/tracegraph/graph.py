@@ -122,6 +122,14 @@ class Node:
     alternatives: tuple[Alternative, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The nodes of a trace, and the value that each of its symbols had."""
+
+    nodes: frozenset[int]
+    sizes: tuple[tuple[int, int], ...]
+
+
 def is_shaped_by_data(node: Node) -> bool:
     """Whether values decide about the shapes of a node's outputs.
 
@@ -133,6 +141,11 @@ def is_shaped_by_data(node: Node) -> bool:
 def symbols_of(node: Node) -> frozenset[int]:
     """The symbols that have to be known when a node is taken: those that its own values do not decide."""
     found: set[int] = set()
+    key: Any = node.key
+    for meta in (*key[2], *node.implicit_metas):
+        if meta is not None:
+            found |= symbols_in((*meta.shape, *meta.stride))
+    found |= symbols_in(tuple(slot.value for slot in node.numbers))
     for operation in node.operations:
         found |= symbols_in(operation.args)
         for result in operation.results:
@@ -155,6 +168,7 @@ class TraceGraph:
         shared: groups of external tensors that shared memory in some trace (or may be the same).
         traces: how many traces were merged.
         symbols: what each symbol in sizes may be.
+        visits: what traces with symbolic sizes came by, and with which sizes.
         general: whether the latest trace differs from others in sizes only, all of which are symbolic.
     """
 
@@ -164,9 +178,23 @@ class TraceGraph:
     shared: tuple[frozenset[Captured | Fed], ...]
     traces: int
     symbols: tuple[Symbol, ...] = ()
+    visits: tuple[Visit, ...] = ()
     general: bool = False
 
     def __str__(self) -> str:
         from coexec.tracegraph.text import format_graph
 
         return format_graph(self)
+
+
+def external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:
+    """The metadata of external tensors, from the nodes that take them as arguments."""
+    metas: dict[Captured | Fed, TensorMeta] = {}
+    for node in graph.nodes:
+        arguments: tuple[TensorMeta, ...] = node.key[2]  # type: ignore[index]  # made by the recorder
+        all_metas = (*arguments, *node.implicit_metas)
+        for alternative in node.alternatives:
+            for binding, meta in zip(alternative.bindings, all_metas, strict=True):
+                if isinstance(binding, (Captured, Fed)) and meta is not None:
+                    metas.setdefault(binding, meta)
+    return metas

@@ -62,6 +62,8 @@ def _with_sizes_of(trace: Trace, other: Trace, pairs: dict[int, int]) -> Lifted 
             events.append(event)
             continue
         like = other.events[pairs[index]]
+        if _takes_symbolic(event, like, pairs):
+            return None
         own = any(a != b for a, b in zip(event.numbers, like.numbers, strict=True) if not isinstance(b, Size))
         numbers_differ = numbers_differ or own
         sizes = _sizes(event, like, symbols, numbers_differ if event.backward else own)
@@ -102,6 +104,15 @@ def _sizes(event: Event, like: Event, symbols: dict[int, int], fed: bool) -> lis
 
 def _may_be_fed(place: Place, value: Any) -> bool:
     return place.kind == "value" or isinstance(value, float)
+
+
+def _takes_symbolic(event: Event, like: Event, pairs: dict[int, int]) -> bool:
+    """Whether an event takes a tensor of symbolic sizes from one that is not among the pairs."""
+    key: Any = like.key
+    return any(
+        isinstance(binding, Produced) and binding.event not in pairs and (varies(m.shape) or varies(m.stride))
+        for binding, m in zip(event.inputs, key[2], strict=False)
+    )
 
 
 def _is_symbolic(binding: object, events: Sequence[Event]) -> bool:

@@ -18,7 +18,8 @@ from typing import Any
 
 import networkx as nx
 
-from coexec.tracegraph.generalize import generalize
+from coexec.tracegraph import functions
+from coexec.tracegraph.generalize import Generalized, generalize
 from coexec.tracegraph.graph import (
     END,
     START,
@@ -31,8 +32,9 @@ from coexec.tracegraph.graph import (
     NodeSource,
     NumberSlot,
     TraceGraph,
+    Visit,
 )
-from coexec.tracegraph.numbers import same_number, same_sizes, unify, unify_slots, varying
+from coexec.tracegraph.numbers import same_number, same_sizes, unify, unify_slots, unused, varying
 from coexec.tracegraph.sizes import Size
 from coexec.tracegraph.trace import (
     Computed,
@@ -63,9 +65,20 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
         conflicting = builder.conflicting_captures()
         if not conflicting and not builder.ambiguous:
             graph = builder.freeze(len(traces))
-            return replace(graph, symbols=general.symbols, general=general.latest)
+            return replace(
+                graph, symbols=general.symbols, visits=_visits(builder, general), general=general.latest
+            )
         captured -= conflicting
         path_dependent |= builder.ambiguous
+
+
+def _visits(builder: _Builder, general: Generalized) -> tuple[Visit, ...]:
+    found = (
+        Visit(frozenset(builder.new_id[n] for n in path), tuple(sorted(assignment)))
+        for path, assignment in zip(builder.paths, general.assignments, strict=True)
+        if assignment
+    )
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass
@@ -90,6 +103,8 @@ class _Builder:
         self.children: dict[int, list[int]] = defaultdict(list)
         self.by_event: dict[tuple[object, ...], list[int]] = defaultdict(list)
         self.shared = nx.Graph()
+        self.paths: list[list[int]] = []  # of each trace
+        self.new_id: dict[int, int] = {}  # of each node, when they are in order
 
     # --- adding a trace ---
 
@@ -100,6 +115,7 @@ class _Builder:
         for event in trace.events:
             latest = self._match(event, latest, path, trace, external_refs)
             path.append(latest)
+        self.paths.append(path)
         self._connect(latest, END)
         self._share(trace, external_refs)
 
@@ -132,6 +148,9 @@ class _Builder:
                 candidates += varying(before, self.drafts[before].node.numbers, earlier.numbers)
         operations = unify(node.operations, event.operations, candidates)
         if operations is None or not _compatible_outputs(node, event):
+            return False
+        own = varying(candidate, node.numbers, event.numbers)
+        if node.function in functions.INDEXING and unused(own, operations):
             return False
         tried = dict(refs)
         alternative = self._alternative(candidate, event, path, trace, tried)
@@ -295,6 +314,7 @@ class _Builder:
         graph = nx.DiGraph({n: [t for t in self.children[n] if t != END] for n in range(len(self.drafts))})
         order = list(nx.lexicographical_topological_sort(graph))
         new_id = {old: new for new, old in enumerate(order)} | {START: START, END: END}
+        self.new_id = new_id
         nodes = tuple(_renumber(self.drafts[old], new_id) for old in order)
         edges = {
             new_id[source]: tuple(new_id[t] for t in targets)

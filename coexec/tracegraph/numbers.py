@@ -104,6 +104,16 @@ def fed_numbers(args: Any) -> Iterator[FedNumber]:
             yield from fed_numbers(a)
 
 
+def unused(numbers: Sequence[Varying], operations: Sequence[Operation]) -> bool:
+    """Whether a number varies that no operation has.
+
+    Of an index that is a hint: a slice that takes all there is makes no slice, so what is true of two such
+    numbers is not of a third.
+    """
+    used = {(o.node, o.slot) for op in operations for f in fed_numbers(op.args) for o in f.origins}
+    return any((n.node, n.slot) not in used for n in numbers)
+
+
 def unify_slots(slots: Sequence[NumberSlot], numbers: Sequence[Number | Size]) -> tuple[NumberSlot, ...]:
     """The slots of a node after another trace had `numbers` in them."""
     out = []

@@ -12,7 +12,7 @@ from typing import Any
 
 from coexec.tracegraph.numbers import takes_numbers
 from coexec.tracegraph.sizes import Size
-from coexec.tracegraph.trace import Event, Operation, Result, TensorMeta
+from coexec.tracegraph.trace import Event, Geometry, Operation, Result, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,10 @@ def mapped(event: Event, number: Replace) -> Event:
             return m
         return TensorMeta(shape, stride, m.offset, m.dtype, m.device, m.requires_grad, m.is_leaf)
 
+    def geometry(g: Geometry, index: int) -> Geometry:
+        shape = tuple([one(n, "existing shape", index, d) for d, n in enumerate(g[0])])
+        return shape, tuple([one(n, "existing stride", index, d) for d, n in enumerate(g[1])])
+
     def argument(a: Any, kind: str, index: int, position: int) -> Any:
         if a.__class__ is tuple:
             return tuple([argument(v, kind, index, position) for v in a])
@@ -67,7 +71,10 @@ def mapped(event: Event, number: Replace) -> Event:
         results = tuple(
             [None if r is None else Result(meta(r.meta, "result", index), r.alias) for r in o.results]
         )
-        return Operation(o.target, tuple(args), results, o.writes, o.random, o.grad_mode, o.shaped_by_data)
+        existing = tuple([None if g is None else geometry(g, index) for g in o.existing])
+        return Operation(
+            o.target, tuple(args), results, o.writes, o.random, o.grad_mode, o.shaped_by_data, existing
+        )
 
     key: Any = event.key
     metas = tuple([meta(m, "input", i) for i, m in enumerate(key[2])])

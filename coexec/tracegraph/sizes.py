@@ -126,8 +126,8 @@ def varies(value: Any) -> bool:
 def value_range(values: Sequence[int]) -> Symbol:
     """What a symbol may be in iterations to come, by its values in traces.
 
-    Code below Python may do something else from some size on, so sizes far from those seen are traced
-    first. So are zero and one unless a trace had them: PyTorch treats these by their own rules, as it does -1.
+    Code below Python may do something else from some size on, so sizes far from those seen are traced first.
+    So are zero and one unless a trace had them: PyTorch treats these by their own rules, as it does -1.
     """
     smallest, largest = min(values), max(values)
     if largest < 0:

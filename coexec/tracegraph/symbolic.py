@@ -26,6 +26,7 @@ from coexec.tracegraph.graph import (
     NodeSource,
     NumberOrigin,
     TraceGraph,
+    external_metas,
     is_shaped_by_data,
 )
 from coexec.tracegraph.hazards import Access, schedule
@@ -127,7 +128,7 @@ class _Lowering:
         self.needed = {
             s for n in self.graph.nodes for a in n.alternatives for s in a.sources if isinstance(s, Fed)
         }
-        self.metas = _external_metas(self.graph)
+        self.metas = external_metas(self.graph)
         self.fed_numbers = dict.fromkeys(
             f.origins[0]
             for n in self.graph.nodes
@@ -602,16 +603,3 @@ def _copied(source: int, out: int, meta: TensorMeta) -> tuple[Call, Call]:
         Call(aten.new_empty_strided.default, empty, (out,), When.NOW, -1),
         Call(aten.copy_.default, (Reg(out), Reg(source), False), (None,), When.NOW, -1),
     )
-
-
-def _external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:
-    """The metadata of external tensors, from the nodes that take them as arguments."""
-    metas: dict[Captured | Fed, TensorMeta] = {}
-    for node in graph.nodes:
-        arguments: tuple[TensorMeta, ...] = node.key[2]  # type: ignore[index]  # made by the recorder
-        all_metas = (*arguments, *node.implicit_metas)
-        for alternative in node.alternatives:
-            for binding, meta in zip(alternative.bindings, all_metas, strict=True):
-                if isinstance(binding, (Captured, Fed)) and meta is not None:
-                    metas.setdefault(binding, meta)
-    return metas

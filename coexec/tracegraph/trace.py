@@ -22,6 +22,7 @@ from coexec.tracegraph.sizes import Size
 
 Number = float | int
 Dimension = int | Size
+Geometry = tuple[tuple[Dimension, ...], tuple[Dimension, ...]]  # shape and strides
 
 
 class Kind(enum.Enum):
@@ -149,6 +150,7 @@ class Operation:
     random: bool
     grad_mode: bool = False  #: some kernels look at it, although autograd is done
     shaped_by_data: bool = False  #: values decide about the shape of its result
+    existing: tuple[Geometry | None, ...] = ()  #: of each result that was a value already
 
     def __str__(self) -> str:
         return f"{self.target}"

@@ -78,7 +78,12 @@ def encoded(argument: Any, value_of: Callable[[torch.Tensor], Value]) -> Any:
 
 
 def operation(
-    function: Any, args: tuple[Any, ...], results: Sequence[Result | None], *, shaped_by_data: bool = False
+    function: Any,
+    args: tuple[Any, ...],
+    results: Sequence[Result | None],
+    *,
+    shaped_by_data: bool = False,
+    existing: Sequence[Any] = (),
 ) -> Operation:
     """What ran just now, with encoded arguments."""
     return Operation(
@@ -89,12 +94,26 @@ def operation(
         torch.Tag.nondeterministic_seeded in function.tags,
         torch.is_grad_enabled(),
         shaped_by_data,
+        tuple(existing),
     )
 
 
 def depends_on_data(function: Any, args: tuple[Any, ...]) -> bool:
     """Whether values decide about the shape of the result, or leave the tensors."""
     return torch.Tag.data_dependent_output in function.tags or is_shaped_by_data(function, args)
+
+
+def makes_nothing(function: Any) -> bool:
+    """Whether an operation makes memory and writes nothing to it."""
+    name: str = function._schema.name
+    return name.removeprefix("aten::").removeprefix("new_").startswith("empty")
+
+
+def reads_values(function: Any) -> bool:
+    """Whether an operation looks at more than the geometry of its arguments."""
+    name = function._schema.name.removeprefix("aten::")
+    is_view = any(r.alias_info is not None for r in function._schema.returns)
+    return not (is_view or name.startswith(("new_", "sym_")) or name.endswith("_like"))
 
 
 def is_shaped_by_data(function: Any, args: tuple[Any, ...]) -> bool:

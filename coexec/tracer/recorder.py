@@ -59,10 +59,13 @@ from coexec.tracer.operations import (
     encoded,
     frames_between,
     is_shaped_by_data,
+    makes_nothing,
     operation,
     positional_arguments,
     reads_unseen,
+    reads_values,
     with_dtype,
+    written_positions,
     written_values,
 )
 
@@ -125,6 +128,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         self._open: _OpenEvent | None = None
         self._outputs: list[tuple[int, int]] = []
         self._consumed: set[Any] = set()
+        self._unwritten: set[int] = set()  # memory that nothing has been written to
         self.cause: Cause | None = None
         self.location = -1
 
@@ -516,12 +520,13 @@ class Recorder(OwnMode, TorchDispatchMode):
         positional = positional_arguments(function, args, kwargs)
         event.read |= {storage_id(t) for t in calls.tensors_in(positional) if t.layout is torch.strided}
         values = tuple(encoded(a, lambda t: self._lookup(t, function)) for a in positional)
-        return values, list(calls.tensors_in(positional)), args
+        return values, list(calls.tensors_in(positional)), tuple(positional)
 
     def _after_operation(self, function: Any, before: Any, returned: Any) -> None:
         event = self._open
         assert event is not None
-        args, tensors, _ = before
+        args, tensors, given = before
+        self._check_written(function, given, returned)
         if not tensors:
             args = with_dtype(function, args, returned)
         if self._exposed and written_values(function, args):
@@ -531,8 +536,10 @@ class Recorder(OwnMode, TorchDispatchMode):
                 raise Untraceable("CX0114", "a tensor that an array shares memory with was written")
         number = len(event.operations)
         results: list[Result | None] = []
+        existing: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
         fresh: list[tuple[torch.Tensor, Computed]] = []
         for index, tensor in enumerate(calls.flat(returned if function._schema.returns else ())):
+            existing.append(None)
             if tensor is None:
                 results.append(None)
                 continue
@@ -540,6 +547,7 @@ class Recorder(OwnMode, TorchDispatchMode):
                 raise Untraceable("CX0107", f"{function} returned a {type(tensor).__name__}")
             if self._memory.value(geometry_of(tensor)) is not None:
                 results.append(None)
+                existing[-1] = (tuple(tensor.shape), tensor.stride())
                 continue
             alias = None
             storage = storage_id(tensor)
@@ -552,8 +560,25 @@ class Recorder(OwnMode, TorchDispatchMode):
             fresh.append((tensor, Computed(event.index, number, index)))
         for tensor, computed in fresh:
             self._memory.add(tensor, computed)
-        shaped = is_shaped_by_data(function, before[2])
-        event.operations.append(operation(function, args, results, shaped_by_data=shaped))
+        shaped = is_shaped_by_data(function, given)
+        event.operations.append(operation(function, args, results, shaped_by_data=shaped, existing=existing))
+
+    def _check_written(self, function: Any, given: tuple[Any, ...], returned: Any) -> None:
+        """What `empty` made has to be written before it is read; C++ may do that without any operation."""
+        if makes_nothing(function):
+            self._unwritten |= {storage_id(t) for t in calls.tensors_in(returned)}
+            return
+        if not self._unwritten:
+            return
+        written = written_positions(function, given)
+        for position, argument in enumerate(given):
+            for tensor in calls.tensors_in(argument):
+                if tensor.layout is not torch.strided or storage_id(tensor) not in self._unwritten:
+                    continue
+                if position in written:
+                    self._unwritten.discard(storage_id(tensor))
+                elif reads_values(function):
+                    raise Untraceable("CX0111", f"{function} reads what no operation has written")
 
     def _check_frames(self, event: _OpenEvent) -> None:
         """Python code that runs between an event's call and its operations is not ours to skip."""

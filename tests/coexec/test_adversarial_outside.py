@@ -535,3 +535,19 @@ def test_random_numbers_drawn_after_a_block_that_was_left_early(where):
         return torch.rand(3), s.w.clone()
 
     compare(lambda: SimpleNamespace(w=torch.zeros(3)), step, 12, synchronous=False)
+
+
+def test_memory_that_cpp_fills_without_an_operation():
+    """The mean of `ctc_loss` divides by lengths, a tensor that C++ makes of Python's numbers."""
+
+    def step(s, k, tape):
+        x = torch.randn(13, 4)
+        with tape():
+            scores = s.model(x)[:, None].expand(13, 2, 3).log_softmax(2)
+            targets = torch.ones(2, 2, dtype=torch.long)
+            loss = F.ctc_loss(scores, targets, (10, 10), (2, 2))
+            train(s, loss)
+            s.log.append(loss.item())
+
+    report = compare(linear, step, 24)
+    assert any(c.id == "CX0111" for c in report.causes), report.summary()

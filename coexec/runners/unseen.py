@@ -1,0 +1,221 @@
+"""Whether a node does for sizes that no trace had what it did in the traces.
+
+In:  a node, and the values of the symbols in its sizes.
+Out: yes, if a trace had these values; else only if the node's function is known to do the same for all
+     sizes, if none of its sizes is zero or one, if tensors are contiguous where they were, and if each of its
+     operations, run on tensors without memory, gives the shapes that the node's expressions say.
+
+Composite functions may choose their operations by size (`cdist` from 25 rows on, `pinv` by which side is
+longer), and the expressions for an operation's arguments were found, not derived. So nothing is taken on
+trust: what is not in the list is traced once for each combination of sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from coexec._private import WithoutModes
+from coexec.tracegraph.calls import meta_of
+from coexec.tracegraph.functions import INDEXING
+from coexec.tracegraph.graph import Node, TraceGraph, external_metas, symbols_of
+from coexec.tracegraph.numbers import fed_numbers
+from coexec.tracegraph.size_generic import SIZE_GENERIC
+from coexec.tracegraph.sizes import Size, symbols_in, value_of
+from coexec.tracegraph.trace import (
+    Computed,
+    Constant,
+    Geometry,
+    Input,
+    Local,
+    Operation,
+    Produced,
+    TensorMeta,
+)
+
+Values = Callable[[int], int | None]
+
+#: A symbol that an iteration has not shown.
+UNKNOWN = -(1 << 62)
+
+
+class Unseen:
+    """What is known of the nodes of a graph, by the values of the symbols that each depends on.
+
+    Attributes:
+        watched: for each node with sizes that vary, the symbols. A backward pass depends on all.
+        known: the combinations of their values that hold.
+    """
+
+    def __init__(self, graph: TraceGraph) -> None:
+        self._graph = graph
+        self._metas = external_metas(graph)
+        self.watched: dict[int, tuple[int, ...]] = {}
+        self.known: dict[int, set[tuple[int, ...]]] = {}
+        for node in graph.nodes:
+            symbols = symbols_of(node)
+            if not symbols or not node.alternatives:
+                continue
+            every = range(len(graph.symbols)) if node.backward else sorted(symbols)
+            self.watched[node.id] = tuple(every)
+            self.known[node.id] = set()
+            for visit in graph.visits:
+                seen = dict(visit.sizes)
+                if node.id in visit.nodes and (node.backward or symbols <= seen.keys()):
+                    self.known[node.id].add(tuple(seen.get(s, UNKNOWN) for s in every))
+
+    def holds(self, node: Node, values: Values) -> bool:
+        """Whether the node's expressions, and its operations, are right for these values."""
+        watched = self.watched.get(node.id)
+        if watched is None:
+            return True
+        key = tuple(UNKNOWN if (v := values(s)) is None else v for s in watched)
+        if key in self.known[node.id]:
+            return True
+        if not self._is_generic(node) or not self._gives_its_shapes(node, values, watched):
+            return False
+        self.known[node.id].add(key)
+        return True
+
+    def _is_generic(self, node: Node) -> bool:
+        if not node.backward:
+            return node.function in SIZE_GENERIC and not _decides_unseen(node)
+        before = {n for a in node.alternatives for n in a.path or ()}
+        return all(self._graph.nodes[n].function in SIZE_GENERIC for n in before if n in self.watched)
+
+    def _gives_its_shapes(self, node: Node, values: Values, watched: Sequence[int]) -> bool:
+        sizes = {s for meta in _metas(node) for s in meta.shape if isinstance(s, Size)}
+        if any((v := value_of(s, values)) is None or v < 2 for s in sizes):
+            return False
+        for key in self.known[node.id]:
+            seen = {s: v for s, v in zip(watched, key, strict=True) if v != UNKNOWN}
+            if any(_joints(m, seen.get) != _joints(m, values) for m in dict.fromkeys(_metas(node))):
+                return False
+            break
+        try:
+            with WithoutModes(), torch.no_grad():
+                return self._runs(node, values)
+        except Exception:  # there is no such kernel, or it finds its arguments wrong
+            return False
+
+    def _runs(self, node: Node, values: Values) -> bool:
+        sources = [self._source(s, values) for s in node.alternatives[0].sources]
+        results: dict[Local, torch.Tensor] = {}
+
+        def argument(a: Any) -> Any:
+            if isinstance(a, Input):
+                return sources[a.index]
+            if isinstance(a, Local):
+                return results[a]
+            if isinstance(a, Size):
+                return value_of(a, values)
+            if isinstance(a, tuple):
+                return [argument(v) for v in a]
+            for fed in fed_numbers(a):
+                origin = fed.origins[0]
+                return self._graph.nodes[origin.node].numbers[origin.slot].value
+            return a
+
+        for index, operation in enumerate(node.operations):
+            if operation.shaped_by_data:  # in a backward pass, as in the forward pass
+                returned = [None if r is None else _empty(r.meta, values) for r in operation.results]
+            else:
+                returned = _tensors(_called(operation, argument))
+            if len(returned) != len(operation.results):
+                return False
+            for number, (tensor, result) in enumerate(zip(returned, operation.results, strict=True)):
+                if result is None:
+                    existing = operation.existing[number] if operation.existing else None
+                    if tensor is not None and existing is not None and not _is(tensor, existing, values):
+                        return False
+                    continue
+                if tensor is None or not _fits(tensor, result.meta, values, strides=result.alias is not None):
+                    return False
+                results[Local(index, number)] = tensor
+        return True
+
+    def _source(self, source: Any, values: Values) -> torch.Tensor:
+        match source:
+            case Computed():
+                result = self._graph.nodes[source.event].operations[source.operation].results[source.result]
+                assert result is not None
+                meta = result.meta
+            case Produced():
+                meta = self._graph.nodes[source.event].outputs[source.output].meta
+            case Constant():
+                meta = meta_of(source.value)
+            case _:
+                meta = self._metas[source]
+        return _empty(meta, values)
+
+
+def _decides_unseen(node: Node) -> bool:
+    """Whether an index has a size that no operation has: a slice that takes all there is makes no slice."""
+    own = symbols_in(tuple(slot.value for slot in node.numbers))
+    used = symbols_in(tuple(o.args for o in node.operations))
+    return node.function in INDEXING and not own <= used
+
+
+def _metas(node: Node) -> Iterator[TensorMeta]:
+    key: Any = node.key
+    yield from key[2]
+    yield from (o.meta for o in node.outputs)
+    yield from (r.meta for o in node.operations for r in o.results if r is not None)
+
+
+def _called(operation: Operation, argument: Callable[[Any], Any]) -> Any:
+    """The operation on tensors without memory, which draws nothing."""
+    positional, keywords = [], {}
+    for declared, a in zip(operation.target._schema.arguments, operation.args, strict=True):
+        value = argument(a)
+        if declared.name == "device":
+            value = torch.device("meta")
+        elif declared.name == "generator":
+            value = None
+        if declared.kwarg_only:
+            keywords[declared.name] = value
+        else:
+            positional.append(value)
+    return operation.target(*positional, **keywords)
+
+
+def _tensors(returned: Any) -> list[torch.Tensor | None]:
+    if returned is None:
+        return []
+    if isinstance(returned, (tuple, list)):
+        return [t for r in returned for t in (_tensors(r) if isinstance(r, (tuple, list)) else [r])]
+    return [returned]
+
+
+def _empty(meta: TensorMeta, values: Values) -> torch.Tensor:
+    shape, stride = (_values(s, values) for s in (meta.shape, meta.stride))
+    return torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
+
+
+def _joints(meta: TensorMeta, values: Values) -> list[bool | None]:
+    """Which dimensions are one piece with the next, on which it depends what is a view and what a copy."""
+    sizes = [(value_of(n, values), value_of(s, values)) for n, s in zip(meta.shape, meta.stride, strict=True)]
+    return [
+        None if None in (stride, n, inner) else stride == n * inner  # type: ignore[operator]  # none is None
+        for (_, stride), (n, inner) in itertools.pairwise(sizes)
+    ]
+
+
+def _is(tensor: torch.Tensor, geometry: Geometry, values: Values) -> bool:
+    shape, stride = (_values(sizes, values) for sizes in geometry)
+    return list(tensor.shape) == shape and list(tensor.stride()) == stride
+
+
+def _fits(tensor: torch.Tensor, meta: TensorMeta, values: Values, *, strides: bool) -> bool:
+    same = tuple(tensor.shape) == tuple(_values(meta.shape, values))
+    return same and (not strides or tensor.stride() == tuple(_values(meta.stride, values)))
+
+
+def _values(sizes: Sequence[Any], values: Values) -> list[int]:
+    out = [value_of(s, values) for s in sizes]
+    if any(v is None for v in out):
+        raise ValueError("a size has no value")
+    return [v for v in out if v is not None]
