@@ -427,7 +427,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         leaves = []
         for known in list(self._known.values()):
             tensor = known.reference()
-            if tensor is not None and tensor.is_leaf and tensor.requires_grad:
+            if tensor is not None and tensor.requires_grad and _node(tensor) is None:
                 if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     raise Untraceable("CX0112", "a leaf tensor has hooks")
                 grad = tensor.grad
@@ -662,7 +662,8 @@ class Recorder(OwnMode, TorchDispatchMode):
             tensor = known.reference()
             if tensor is None or not isinstance(known.binding, Produced):
                 continue
-            if tensor.requires_grad and not tensor.is_leaf and tensor.grad_fn not in self._consumed:
+            node = _node(tensor)
+            if tensor.requires_grad and node is not None and node not in self._consumed:
                 self.location = self._events[known.binding.event].location
                 self.fail(
                     "CX0105", f"a result of {self._events[known.binding.event].name} is still differentiable"
@@ -699,8 +700,19 @@ class _Prepared:
 
 
 def _history(tensor: torch.Tensor) -> str | None:
-    node = tensor.grad_fn
+    node = _node(tensor)
     return None if node is None else type(node).__name__
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    """The autograd node; of a view that may have none any more, whatever is no node."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # one of several views at once, whose base has been written: using it is the error
+        return _NO_NODE
+
+
+_NO_NODE = object()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -229,3 +230,27 @@ def test_a_fallback_with_memory_that_numpy_knows_is_traced():
 
     assert report.fallbacks == 1, report.summary()
     assert coexecuted(report, 11)
+
+
+def test_a_view_that_cannot_be_used_any_more_is_not_looked_at():
+    """The base of one of several views is written; only to use the view is an error then."""
+
+    def step(s, k, tape):
+        x = torch.randn(4, 3)
+        with tape():
+            h = s.model(x)
+            copy = x.clone()
+            copy.chunk(2)[0].fill_(0.5)
+            copy.add_(h)
+            del copy
+            train(s, (x + h).square().mean())
+        if k == 2:
+            s.optimizer.add_param_group({"params": list(s.more.parameters())})
+
+    def make():
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return SimpleNamespace(model=model, optimizer=optimizer, more=torch.nn.Linear(3, 3))
+
+    report = compare(make, step, 12)
+    assert report.fallbacks, report.summary()
