@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from coexec._private import WithoutModes
-from coexec.tracegraph.calls import meta_of
+from coexec.tracegraph.calls import meta_of, unflatten
 from coexec.tracegraph.functions import INDEXING
 from coexec.tracegraph.graph import Node, TraceGraph, external_metas, symbols_of
 from coexec.tracegraph.numbers import fed_numbers
@@ -82,7 +82,7 @@ class Unseen:
 
     def _is_generic(self, node: Node) -> bool:
         if not node.backward:
-            return node.function in SIZE_GENERIC and not _decides_unseen(node)
+            return node.function in SIZE_GENERIC
         before = {n for a in node.alternatives for n in a.path or ()}
         return all(self._graph.nodes[n].function in SIZE_GENERIC for n in before if n in self.watched)
 
@@ -97,7 +97,9 @@ class Unseen:
             break
         try:
             with WithoutModes(), torch.no_grad():
-                return self._runs(node, values)
+                return self._runs(node, values) and (
+                    not _decides_unseen(node) or _takes_as_much(node, values)
+                )
         except Exception:  # there is no such kernel, or it finds its arguments wrong
             return False
 
@@ -157,6 +159,17 @@ def _decides_unseen(node: Node) -> bool:
     own = symbols_in(tuple(slot.value for slot in node.numbers))
     used = symbols_in(tuple(o.args for o in node.operations))
     return node.function in INDEXING and not own <= used
+
+
+def _takes_as_much(node: Node, values: Values) -> bool:
+    """Whether an index by numbers alone gives, tried on a tensor without memory, what it gave in the traces."""
+    key: Any = node.key
+    if node.function != torch.Tensor.__getitem__ or len(key[2]) != 1:
+        return False
+    numbers: Any = [value_of(s.value, values) if isinstance(s.value, Size) else s.value for s in node.numbers]
+    args, _ = unflatten(key[0], [_empty(key[2][0], values)], numbers)
+    taken = torch.Tensor.__getitem__(*args)
+    return _fits(taken, node.outputs[0].meta, values, strides=True)
 
 
 def _metas(node: Node) -> Iterator[TensorMeta]:
