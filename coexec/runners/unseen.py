@@ -162,7 +162,7 @@ def _decides_unseen(node: Node) -> bool:
 
 
 def _takes_as_much(node: Node, values: Values) -> bool:
-    """Whether an index by numbers alone gives, tried on a tensor without memory, what it gave in the traces."""
+    """Whether an index by numbers alone, tried on a tensor without memory, gives what it gave in traces."""
     key: Any = node.key
     if node.function != torch.Tensor.__getitem__ or len(key[2]) != 1:
         return False
