@@ -291,7 +291,6 @@ class PythonRunner(EnteredNatively):
             and all(map(sizes.fit, own[2], key[2]))
             and fit(node.numbers, numbers)
             and sizes.numbers_fit(node.numbers, numbers)
-            and sizes.know(self.skeleton.symbols.get(node.id, ()))
             and self._holds(node, sizes)
             and (is_shaped_by_data(node) or all(sizes.concrete(o.meta) is not None for o in node.outputs))
         )

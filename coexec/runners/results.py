@@ -21,7 +21,6 @@ from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.iteration import Iteration
 from coexec.runners.native import NativeRunner
 from coexec.runners.placeholder import Symbol, dressed, realize
-from coexec.runners.sizes import is_symbolic
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls
 from coexec.tracegraph.program import Rebase
@@ -81,7 +80,7 @@ class _Value:
 
     def _geometry(self, value: torch.Tensor) -> tuple[Any, Any]:
         meta = self.output.meta
-        return (value.shape, value.stride()) if is_symbolic(meta) else (meta.shape, meta.stride)
+        return (value.shape, value.stride()) if meta.is_symbolic else (meta.shape, meta.stride)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ Out: whether they agree, and the values of symbols that this call is the first t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from coexec.runners.graph_runner import GraphRunner
 from coexec.tracegraph.graph import NumberSlot
-from coexec.tracegraph.sizes import Size, Symbol, number_of, value_of, varies
+from coexec.tracegraph.sizes import Size, Symbol, number_of, value_of
 from coexec.tracegraph.trace import Dimension, Number, TensorMeta
 
 
@@ -34,7 +34,7 @@ class Sizes:
         """Whether a tensor has the metadata that a node expects."""
         if expected == given:  # of a placeholder, whose sizes are symbolic
             return True
-        if not is_symbolic(expected) or is_symbolic(given) or len(expected.shape) != len(given.shape):
+        if not expected.is_symbolic or given.is_symbolic or len(expected.shape) != len(given.shape):
             return False
         if replace(expected, shape=given.shape, stride=given.stride) != given:
             return False
@@ -53,19 +53,11 @@ class Sizes:
             if isinstance(slot.value, Size)
         )
 
-    def know(self, symbols: Iterable[int]) -> bool:
-        """Whether these symbols have values."""
-        return all(self._value(s) is not None for s in symbols)
-
-    def value(self, symbol: int) -> int | None:
-        """What a symbol is, if it is known."""
-        return self._value(symbol)
-
     def concrete(self, meta: TensorMeta) -> TensorMeta | None:
         """Metadata with the sizes of this iteration; None if one of them has no value."""
-        if not is_symbolic(meta):
+        if not meta.is_symbolic:
             return meta
-        values = [value_of(s, self._value) for s in (*meta.shape, *meta.stride, meta.offset)]
+        values = [value_of(s, self.value) for s in (*meta.shape, *meta.stride, meta.offset)]
         if any(v is None for v in values):
             return None
         known: Any = values
@@ -74,27 +66,23 @@ class Sizes:
 
     def _fits(self, size: Any, value: Any) -> bool:
         symbol = number_of(size) if isinstance(size, Size) else None
-        if symbol is not None and self._value(symbol) is None:
+        if symbol is not None and self.value(symbol) is None:
             allowed = self._symbols[symbol]
             if not allowed.admits(value):
                 self.refused = f"a size of {value}; the traces are good for {allowed.low} to {allowed.high}"
                 return False
             self._new[symbol] = value
             return True
-        expected = value_of(size, self._value)
+        expected = value_of(size, self.value)
         if expected == value:
             return True
         self.refused = f"a size of {value} where it would be {'none' if expected is None else expected}"
         return False
 
-    def _value(self, symbol: int) -> int | None:
+    def value(self, symbol: int) -> int | None:
+        """What a symbol is, if it is known."""
         new = self._new.get(symbol)
         return self._graph_runner.bound(symbol) if new is None else new
-
-
-def is_symbolic(meta: TensorMeta) -> bool:
-    """Whether a tensor's metadata holds sizes that vary."""
-    return varies(meta.shape) or varies(meta.stride) or isinstance(meta.offset, Size)
 
 
 def encoded(size: Dimension | Number) -> Any:

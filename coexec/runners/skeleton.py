@@ -14,7 +14,7 @@ import torch
 from coexec.runners.random_state import generators_of
 from coexec.runners.unseen import Unseen
 from coexec.runners.walker import make_walker
-from coexec.tracegraph.graph import END, Captured, Node, NumberOrigin, TraceGraph, symbols_of
+from coexec.tracegraph.graph import END, Captured, Node, NumberOrigin, TraceGraph
 from coexec.tracegraph.interning import Interner, captured_of, interned, outputs_of
 from coexec.tracegraph.numbers import agreements
 from coexec.tracegraph.program import Program
@@ -34,7 +34,6 @@ class Skeleton:
         captured: the binding of each captured tensor.
         bound: which of these tensors the program reads.
         agreements: for each node, numbers that have to agree because traces cannot tell them apart.
-        symbols: those that have to be known at each node that has any.
         unseen: what nodes do for sizes that no trace had.
         plain: the register of each output that is neither a view of an external tensor nor differentiable.
         walker: the native hot path, None where there is none.
@@ -48,7 +47,6 @@ class Skeleton:
     captured: tuple[Captured, ...]
     bound: tuple[int, ...]
     agreements: dict[int, tuple[tuple[NumberOrigin, ...], ...]]
-    symbols: dict[int, frozenset[int]]
     unseen: Unseen
     plain: dict[tuple[int, int], int]
     walker: Any
@@ -63,7 +61,6 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
     }
     outputs = outputs_of(graph, one)
     agreed = {n.id: found for n in graph.nodes if (found := agreements(n.operations))}
-    symbols = {n.id: needed for n in graph.nodes if (needed := symbols_of(n))}
     unseen = Unseen(graph)
     walker = make_walker(graph, program, children, outputs, agreed, unseen)
     generators = generators_of(program)
@@ -76,5 +73,5 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
     }
     bound = tuple(program.captured)
     return Skeleton(
-        graph, program, children, generators, outputs, captured, bound, agreed, symbols, unseen, plain, walker
+        graph, program, children, generators, outputs, captured, bound, agreed, unseen, plain, walker
     )

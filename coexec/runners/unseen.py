@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from coexec._private import WithoutModes
-from coexec.tracegraph.calls import meta_of, unflatten
+from coexec.tracegraph.calls import flat, meta_of, unflatten
 from coexec.tracegraph.functions import INDEXING
 from coexec.tracegraph.graph import Node, TraceGraph, external_metas, symbols_of
 from coexec.tracegraph.numbers import fed_numbers
@@ -55,11 +55,13 @@ class Unseen:
         self._metas = external_metas(graph)
         self.watched: dict[int, tuple[int, ...]] = {}
         self.known: dict[int, set[tuple[int, ...]]] = {}
+        self._needed: dict[int, frozenset[int]] = {}  # without values for these, a node cannot be taken
         for node in graph.nodes:
             symbols = symbols_of(node)
             if not symbols or not node.alternatives:
                 continue
             every = range(len(graph.symbols)) if node.backward else sorted(symbols)
+            self._needed[node.id] = symbols
             self.watched[node.id] = tuple(every)
             self.known[node.id] = set()
             for visit in graph.visits:
@@ -75,6 +77,8 @@ class Unseen:
         key = tuple(UNKNOWN if (v := values(s)) is None else v for s in watched)
         if key in self.known[node.id]:
             return True
+        if any(values(s) is None for s in self._needed[node.id]):
+            return False
         if not self._is_generic(node) or not self._gives_its_shapes(node, values, watched):
             return False
         self.known[node.id].add(key)
@@ -90,11 +94,11 @@ class Unseen:
         sizes = {s for meta in _metas(node) for s in meta.shape if isinstance(s, Size)}
         if any((v := value_of(s, values)) is None or v < 2 for s in sizes):
             return False
-        for key in self.known[node.id]:
+        key = next(iter(self.known[node.id]), None)
+        if key is not None:
             seen = {s: v for s, v in zip(watched, key, strict=True) if v != UNKNOWN}
             if any(_joints(m, seen.get) != _joints(m, values) for m in dict.fromkeys(_metas(node))):
                 return False
-            break
         try:
             with WithoutModes(), torch.no_grad():
                 return self._runs(node, values) and (
@@ -125,7 +129,7 @@ class Unseen:
             if operation.shaped_by_data:  # in a backward pass, as in the forward pass
                 returned = [None if r is None else _empty(r.meta, values) for r in operation.results]
             else:
-                returned = _tensors(_called(operation, argument))
+                returned = list(flat(_called(operation, argument)))
             if len(returned) != len(operation.results):
                 return False
             for number, (tensor, result) in enumerate(zip(returned, operation.results, strict=True)):
@@ -192,15 +196,8 @@ def _called(operation: Operation, argument: Callable[[Any], Any]) -> Any:
             keywords[declared.name] = value
         else:
             positional.append(value)
-    return operation.target(*positional, **keywords)
-
-
-def _tensors(returned: Any) -> list[torch.Tensor | None]:
-    if returned is None:
-        return []
-    if isinstance(returned, (tuple, list)):
-        return [t for r in returned for t in (_tensors(r) if isinstance(r, (tuple, list)) else [r])]
-    return [returned]
+    returned = operation.target(*positional, **keywords)
+    return returned if operation.target._schema.returns else ()
 
 
 def _empty(meta: TensorMeta, values: Values) -> torch.Tensor:
@@ -223,8 +220,9 @@ def _is(tensor: torch.Tensor, geometry: Geometry, values: Values) -> bool:
 
 
 def _fits(tensor: torch.Tensor, meta: TensorMeta, values: Values, *, strides: bool) -> bool:
-    same = tuple(tensor.shape) == tuple(_values(meta.shape, values))
-    return same and (not strides or tensor.stride() == tuple(_values(meta.stride, values)))
+    if strides:
+        return _is(tensor, (meta.shape, meta.stride), values)
+    return list(tensor.shape) == _values(meta.shape, values)
 
 
 def _values(sizes: Sequence[Any], values: Values) -> list[int]:

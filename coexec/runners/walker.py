@@ -17,7 +17,7 @@ from coexec._native import core
 from coexec.runners.iteration import Iteration
 from coexec.runners.placeholder import Symbol
 from coexec.runners.records import EventRecord, GradRecord
-from coexec.runners.sizes import encoded, is_symbolic
+from coexec.runners.sizes import encoded
 from coexec.runners.unseen import Unseen
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
@@ -142,7 +142,7 @@ def _looks_at_numbers(node: Node) -> bool:
         return False
     key: Any = node.key
     return _is_plain(node) and all(
-        not is_symbolic(m) and math.prod(m.shape) == 1 and m.dtype in _NUMBERS for m in key[2]
+        not m.is_symbolic and math.prod(m.shape) == 1 and m.dtype in _NUMBERS for m in key[2]
     )
 
 

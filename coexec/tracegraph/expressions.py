@@ -100,8 +100,6 @@ class Expressions:
             found = _line(factors, products, values)
             if found is not None:
                 return found
-        if len(set(values)) < 2:
-            return None
         for factors, products in candidates:
             found = _quotient(factors, products, values)
             if found is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from coexec.tracegraph.numbers import same_number
 from coexec.tracegraph.places import Place, numbers_in, outline, with_sizes
-from coexec.tracegraph.sizes import Size, number_of, value_of, varies
+from coexec.tracegraph.sizes import Size, number_of, value_of
 from coexec.tracegraph.trace import Event, Produced, Trace
 
 Lifted = tuple[Trace, dict[int, int]]
@@ -110,7 +110,7 @@ def _takes_symbolic(event: Event, like: Event, pairs: dict[int, int]) -> bool:
     """Whether an event takes a tensor of symbolic sizes from one that is not among the pairs."""
     key: Any = like.key
     return any(
-        isinstance(binding, Produced) and binding.event not in pairs and (varies(m.shape) or varies(m.stride))
+        isinstance(binding, Produced) and binding.event not in pairs and m.is_symbolic
         for binding, m in zip(event.inputs, key[2], strict=False)
     )
 
@@ -118,5 +118,4 @@ def _takes_symbolic(event: Event, like: Event, pairs: dict[int, int]) -> bool:
 def _is_symbolic(binding: object, events: Sequence[Event]) -> bool:
     if not isinstance(binding, Produced):
         return False
-    meta = events[binding.event].outputs[binding.output].meta
-    return varies(meta.shape) or varies(meta.stride) or isinstance(meta.offset, Size)
+    return events[binding.event].outputs[binding.output].meta.is_symbolic

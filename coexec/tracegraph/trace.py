@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from coexec.tracegraph.sizes import Size
+from coexec.tracegraph.sizes import Size, varies
 
 Number = float | int
 Dimension = int | Size
@@ -47,6 +47,11 @@ class TensorMeta:
     device: torch.device
     requires_grad: bool
     is_leaf: bool
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size in it varies."""
+        return varies(self.shape) or varies(self.stride) or isinstance(self.offset, Size)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

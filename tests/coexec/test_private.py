@@ -217,3 +217,16 @@ def test_the_watch_of_one_thread_does_not_see_another():
         thread.join()
 
     assert called == []
+
+
+def test_a_symbolic_carrier_has_a_symbol_of_its_range_and_what_is_assumed_of_it_is_told():
+    first, second = carriers = _private.symbolic_carriers([(2, 64, 7), (2, 64, 7)])
+
+    with _private.fake_mode_of(first):
+        made = torch.empty(first.shape[0] * 3, 4)
+    assert made.shape[0] == 3 * first.shape[0]
+    assert bool(first.shape[0] <= 64)
+    assert _private._assumptions(carriers) == [], "all of this is true of each size in the range"
+
+    assert bool(first.shape[0] == second.shape[0]), "only of the usual ones"
+    assert _private._assumptions(carriers)
