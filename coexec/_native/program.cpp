@@ -118,6 +118,7 @@ Instruction parse_instruction(const py::dict& d) {
   out.outs = d["outs"].cast<std::vector<int64_t>>();
   out.ins = d["ins"].cast<std::vector<int64_t>>();
   out.symbols = d["symbols"].cast<std::vector<int64_t>>();
+  out.written = d["written"].cast<std::vector<int64_t>>();
   out.grad_mode = d["grad_mode"].cast<bool>();
   for (const auto& shape : d["shapes"].cast<py::list>()) {
     if (shape.is_none()) {

@@ -43,7 +43,7 @@ enum class When { Now, Commit, CommitLast };
 
 struct Instruction {
   Opcode opcode;
-  When when = When::Now;                 // Call
+  When when = When::Now;                 // Call, Feed, Compiled
   std::optional<c10::OperatorHandle> op; // Call
   std::vector<Argument> arguments;       // Call
   bool grad_mode = false;                // Call: some kernels look at it
@@ -51,6 +51,7 @@ struct Instruction {
   std::vector<int64_t> outs;             // Call, Feed, Move, Compiled: registers, -1 = dropped
   std::vector<int64_t> ins;              // Fetch, Move, Compiled
   std::vector<int64_t> symbols;          // Compiled: in sizes
+  std::vector<int64_t> written;          // Compiled: registers whose memory it writes
   int64_t slot = 0;                      // Fetch
   bool copy = false;                     // Fetch: the memory is written later on
   bool draws = false;                    // Call, Compiled: random numbers

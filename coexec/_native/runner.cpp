@@ -6,6 +6,7 @@
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -349,11 +350,13 @@ void Runner::execute() {
       case Opcode::Jump:
         next = instruction.targets[0];
         break;
-      case Opcode::Compiled: {
-        c10::impl::ExcludeDispatchKeyGuard guard(kAutogradAndViews);
-        compiled(instruction);
+      case Opcode::Compiled:
+        if (instruction.when != When::Now) {
+          deferred_.push_back(&instruction);
+        } else {
+          compiled(instruction);
+        }
         break;
-      }
       case Opcode::Commit: {
         if (program_->branches) check_deferred();
         {
@@ -373,6 +376,8 @@ void Runner::execute() {
             if (deferred->when != round) continue;
             if (deferred->opcode == Opcode::Feed) {
               registers_[deferred->outs[0]] = receive();
+            } else if (deferred->opcode == Opcode::Compiled) {
+              compiled(*deferred);
             } else {
               call(*deferred);
             }
@@ -391,6 +396,10 @@ void Runner::check_deferred() const {
   std::unordered_set<int64_t> defined;
   for (const Instruction* deferred : deferred_) {
     if (deferred->when == When::CommitLast) continue;
+    for (int64_t reg : deferred->opcode == Opcode::Compiled ? deferred->ins : std::vector<int64_t>()) {
+      TORCH_CHECK(!registers_[reg].isNone() || defined.count(reg),
+                  "a compiled block would read a value of another path at the commit");
+    }
     for (const Argument& argument : deferred->arguments) {
       bool empty = argument.reads([&](int64_t reg) { return registers_[reg].isNone() && !defined.count(reg); });
       TORCH_CHECK(!empty, deferred->op->schema().name(), " (from ", deferred->where,
@@ -434,13 +443,22 @@ void Runner::call(const Instruction& instruction) {
 }
 
 void Runner::compiled(const Instruction& instruction) {
+  c10::impl::ExcludeDispatchKeyGuard guard(kAutogradAndViews);
   std::vector<at::Tensor> inputs;
   inputs.reserve(instruction.ins.size() + instruction.symbols.size() + 1);
   inputs.push_back(at::zeros({1}));  // the token that orders feeds and fetches
   for (int64_t symbol : instruction.symbols) inputs.push_back(at::zeros({1}).expand({size(symbol)}));
-  for (int64_t reg : instruction.ins) inputs.push_back(registers_[reg].toTensor());
+  for (int64_t reg : instruction.ins) {
+    const c10::IValue& value = registers_[reg];
+    inputs.push_back(value.isTensor() ? value.toTensor() : c10::scalar_to_tensor(value.toScalar()));
+  }
   Symbols symbols = [this](int64_t s) -> std::optional<int64_t> { return size(s); };
   std::vector<at::Tensor> outputs = instruction.library->run(inputs);
+  // In-place writes to tensors of the user have to raise their version counters.
+  for (int64_t reg : instruction.written) {
+    const at::Tensor& tensor = registers_[reg].toTensor();
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
   TORCH_CHECK(outputs.size() == instruction.outs.size(), "a compiled block returned ", outputs.size(),
               " values where ", instruction.outs.size(), " were expected");
   for (size_t i = 0; i < outputs.size(); ++i) {

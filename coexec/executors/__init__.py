@@ -36,7 +36,7 @@ def make_program(graph: TraceGraph, executor: str) -> tuple[Program, str | None]
     from coexec.executors.job import Unsupported
 
     try:
-        return compile_blocks(lower(graph, defer=False)), None
+        return compile_blocks(graph), None
     except SharedShadow:
         return lower(graph), "external tensors that share memory are written"
     except Unsupported as e:
@@ -49,7 +49,7 @@ def compile_in_background(graph: TraceGraph) -> Compilation | None:
     from coexec.executors.job import Unsupported
 
     try:
-        missing = jobs(lower(graph, defer=False))
+        missing = jobs(graph)
     except (SharedShadow, Unsupported):
         return None  # `make_program` says so
     return Compilation(missing) if missing else None

@@ -1,8 +1,8 @@
 """The inductor executor: every basic block is one library, compiled ahead of time by TorchInductor.
 
-In:  a program lowered without deferral (all writes go to copies).
-Out: the program with each block's instructions replaced by one `Compiled`; what is left are the
-     copies into external memory, which are the commit block. Or the blocks that are not compiled yet.
+In:  a TraceGraph, lowered for a compiler.
+Out: the program with each block's instructions replaced by one `Compiled`, and another one for what the block
+     puts off to the commit, which writes external tensors in place. Or the blocks that are not compiled yet.
 
 Inside of a block, feeds and fetches are operators. A token passed from each to the next keeps them in
 program order, which is what makes the two runners free of deadlock (Terra, figure 3.4).
@@ -11,7 +11,7 @@ program order, which is what makes the two runners free of deadlock (Terra, figu
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from coexec._native import core
+from coexec.executors.commit_block import is_apart, is_late, written_by
 from coexec.executors.job import TOKEN, InputMeta, Job, SymbolInput, Unsupported, compiled, make_job
 from coexec.executors.scalars import REWRITES
 from coexec.executors.sizes import SizeNodes, before_late_symbols, symbols_of
+from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.instructions import at_commit, reads, retargeted, writes
 from coexec.tracegraph.numbers import is_number
 from coexec.tracegraph.program import (
@@ -33,9 +35,11 @@ from coexec.tracegraph.program import (
     Move,
     Program,
     Reg,
+    When,
 )
 from coexec.tracegraph.sizes import Size, varies
-from coexec.tracegraph.trace import TensorMeta
+from coexec.tracegraph.symbolic import SharedShadow, lower
+from coexec.tracegraph.trace import Number, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Block:
         inputs: what it gets.
         metas: what its results are.
         random: whether it draws random numbers.
+        when: whether it waits for the commit.
+        written: registers whose memory it writes then.
     """
 
     module: GraphModule
@@ -61,32 +67,52 @@ class Block:
     inputs: tuple[InputMeta | SymbolInput, ...]
     metas: tuple[TensorMeta | None, ...]
     random: bool
+    when: When
+    written: tuple[int, ...]
 
 
 Part = Instruction | Block
 
 
-def compile_blocks(program: Program) -> Program:
+def lowered(graph: TraceGraph) -> Program:
+    """The program that is compiled: one that puts writes off to the commit, or one that writes to copies.
+
+    Raises:
+        SharedShadow: if external tensors that share memory are written.
+    """
+    try:
+        program = lower(graph, compiled=True)
+        if is_apart(program):
+            return program
+    except SharedShadow:  # there may be a shadow to tell by whether a result views an external tensor
+        pass
+    return lower(graph, compiled=True, defer=False)
+
+
+def compile_blocks(graph: TraceGraph) -> Program:
     """Compiles every block of a program that is not on disk.
 
     Raises:
+        SharedShadow: if external tensors that share memory are written.
         Unsupported: if the native GraphRunner is missing, or a block cannot be compiled.
     """
     if core is None:
         raise Unsupported("compiled blocks need the native GraphRunner, which was not built")
+    program = lowered(graph)
     parts = _parts(program)
     linked = {first: [_linked(part) for part in made] for first, made in parts.items()}
-    sizes = tuple(b.operations for b in _blocks(parts))
+    sizes = tuple((b.operations, b.operations * (b.when is When.COMMIT)) for b in _blocks(parts))
     return replace(_spliced(program, linked), compiled=sizes, uncompiled=program.instructions)
 
 
-def jobs(program: Program) -> list[Job]:
+def jobs(graph: TraceGraph) -> list[Job]:
     """The blocks of a program that are not on disk.
 
     Raises:
+        SharedShadow: if external tensors that share memory are written.
         Unsupported: if a block cannot be compiled.
     """
-    found = [job_of(block) for block in _blocks(_parts(program))]
+    found = [job_of(block) for block in _blocks(_parts(lowered(graph)))]
     return [job for job in found if not job.path.exists()]
 
 
@@ -99,7 +125,10 @@ def _parts(program: Program) -> dict[int, list[Part]]:
     parts: dict[int, list[Part]] = {}
     for first, end in program.blocks:
         instructions = program.instructions[first:end]
-        body = [i for i in instructions if not at_commit(i)]
+        late = [i for i in instructions if is_late(i)]
+        last = [i for i in instructions if at_commit(i) and not is_late(i)]
+        body = [i for i in instructions if not is_late(i) and not at_commit(i)]
+        at_the_end = {r for i in (*late, *last) for r in reads(i)}
         stretches = [
             part for s in _between_written_feeds(body, written) for part in before_late_symbols(s, program)
         ]
@@ -109,8 +138,14 @@ def _parts(program: Program) -> dict[int, list[Part]]:
                 made += (replace(i, release=()) for i in stretch)
                 continue
             later = {r for s in stretches[position + 1 :] for i in s for r in reads(i)}
-            made.append(make_block(program, stretch, outside[first] | later))
-        parts[first] = [*made, *(replace(i, release=()) for i in instructions if at_commit(i))]
+            made.append(make_block(program, stretch, outside[first] | later | at_the_end))
+        # Numbers first: libraries wait for nothing at the commit.
+        made += (replace(i, release=()) for i in late if isinstance(i, Feed))
+        calls = [i for i in late if isinstance(i, Call)]
+        if calls:
+            needed = outside[first].union(*(reads(i) for i in last))
+            made.append(make_block(program, calls, needed, When.COMMIT))
+        parts[first] = [*made, *(replace(i, release=()) for i in last)]
     return parts
 
 
@@ -123,7 +158,16 @@ def _linked(part: Part) -> Instruction:
         return part
     library = core.Library(str(compiled(job_of(part))))
     shapes = tuple(m.shape if m is not None and varies(m.shape) else None for m in part.metas)
-    return Compiled(library, part.sources, part.outs, random=part.random, symbols=part.symbols, shapes=shapes)
+    return Compiled(
+        library,
+        part.sources,
+        part.outs,
+        random=part.random,
+        symbols=part.symbols,
+        shapes=shapes,
+        when=part.when,
+        written=part.written,
+    )
 
 
 def _between_written_feeds(body: list[Instruction], written: set[int]) -> list[list[Instruction]]:
@@ -147,7 +191,9 @@ def _is_worth_compiling(stretch: list[Instruction], written: set[int]) -> bool:
     return any(isinstance(i, (Call, Feed, Fetch)) for i in stretch)
 
 
-def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) -> Block:
+def make_block(
+    program: Program, body: Iterable[Instruction], needed: set[int], when: When = When.NOW
+) -> Block:
     """The FX graph of a stretch of instructions; `needed` are the registers that others read."""
     graph = Graph()
     constants: dict[str, torch.Tensor] = {}
@@ -197,11 +243,26 @@ def make_block(program: Program, body: Iterable[Instruction], needed: set[int]) 
     module = GraphModule(dict(constants), graph)
     local = {symbol: index for index, symbol in enumerate(symbols)}
     inputs: list[InputMeta | SymbolInput] = [TOKEN, *(SymbolInput.of(program.symbols[s]) for s in symbols)]
-    inputs += [InputMeta.of(program.metas[r], local) for r in sources]
+    inputs += [_input_meta(r, program, local) for r in sources]
     calls = [i for i in body if isinstance(i, Call)]
     random = any(c.random for c in calls)
     metas = tuple(program.metas.get(r) for r in outs)
-    return Block(module, tuple(sources), outs, len(calls), symbols, tuple(inputs), metas, random)
+    written = tuple(dict.fromkeys(r for c in calls for r in written_by(c) if r in sources))
+    return Block(
+        module, tuple(sources), outs, len(calls), symbols, tuple(inputs), metas, random, when, written
+    )
+
+
+def _input_meta(register: int, program: Program, symbols: Mapping[int, int]) -> InputMeta:
+    meta = program.metas.get(register)
+    if meta is not None:
+        return InputMeta.of(meta, symbols)
+    [number] = {type(i.example) for i in program.instructions if isinstance(i, Feed) and i.out == register}
+    return InputMeta((), (), _dtype_of(number), "cpu")
+
+
+def _dtype_of(number: type[Number]) -> torch.dtype:
+    return torch.float64 if number is float else torch.int64
 
 
 def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node], encode: Any) -> None:
@@ -231,7 +292,7 @@ def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node],
 
 def _emit_feed(graph: Graph, token: Node, feed: Feed, sizes: SizeNodes) -> tuple[Node, Node]:
     if is_number(feed.example):
-        dtype = torch.float64 if isinstance(feed.example, float) else torch.int64
+        dtype = _dtype_of(type(feed.example))
         size, stride, device = [], [], torch.device("cpu")
     else:
         meta: TensorMeta = feed.example
@@ -275,14 +336,11 @@ def job_of(block: Block) -> Job:
 
 
 def _uses_outside(program: Program) -> dict[int, set[int]]:
-    """For each block, the registers that other instructions, the commit, or Python read."""
+    """For each block, the registers that other blocks, or Python, read."""
     out = {}
     for first, end in program.blocks:
-        needed = set(program.kept)
-        for position, instruction in enumerate(program.instructions):
-            if not first <= position < end or at_commit(instruction):
-                needed |= set(reads(instruction))
-        out[first] = needed
+        others = (*program.instructions[:first], *program.instructions[end:])
+        out[first] = set(program.kept).union(*(reads(i) for i in others))
     return out
 
 

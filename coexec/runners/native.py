@@ -108,6 +108,7 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
         "shapes": [],
         "symbols": [],
         "copy": False,
+        "written": [],
         "draws": isinstance(instruction, (Call, Compiled)) and instruction.random,
     }
     match instruction:
@@ -138,6 +139,8 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
                 "library": instruction.library,
                 "ins": list(instruction.sources),
                 "symbols": list(instruction.symbols),
+                "when": int(instruction.when),
+                "written": list(instruction.written),
                 "shapes": [None, *map(_encode_shape, instruction.shapes)],
                 "outs": [-1, *_or_minus_one(instruction.outs)],  # the token comes first
             }

@@ -27,7 +27,7 @@ from coexec.tracegraph.program import (
 
 def at_commit(instruction: Instruction) -> bool:
     """Whether a call is put off until the iteration is valid."""
-    return isinstance(instruction, Call) and instruction.when is not When.NOW
+    return isinstance(instruction, (Call, Compiled)) and instruction.when is not When.NOW
 
 
 def registers_in(argument: Any) -> list[int]:

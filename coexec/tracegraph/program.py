@@ -114,7 +114,7 @@ class Jump:
 class Compiled:
     """Runs a compiled block on symbols in sizes and registers; a `random` one draws random numbers.
 
-    Results whose sizes vary have to have these `shapes`.
+    Results whose sizes vary have to have these `shapes`. At the commit a block may write registers.
     """
 
     library: Any
@@ -124,6 +124,8 @@ class Compiled:
     random: bool = False
     symbols: tuple[int, ...] = ()
     shapes: tuple[tuple[Dimension, ...] | None, ...] = ()
+    when: When = When.NOW
+    written: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,8 @@ class Program:
         kept: registers that Python may read after the end.
         symbols: what each symbol in its sizes may be.
         blocks: (first, last + 1) of every stretch of instructions without control flow.
-        compiled: how many operations each compiled block has, if blocks were compiled.
+        compiled: how many operations each compiled block has, and how many of them wait for the commit, if
+            blocks were compiled.
         uncompiled: the instructions that compiled blocks have replaced.
     """
 
@@ -213,7 +216,7 @@ class Program:
     kept: frozenset[int]
     symbols: tuple[Symbol, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
-    compiled: tuple[int, ...] = ()
+    compiled: tuple[tuple[int, int], ...] = ()
     uncompiled: tuple[Instruction, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,18 +77,21 @@ class SharedShadow(Exception):
     """External tensors that may share memory would need shadows (reason CX0115)."""
 
 
-def lower(graph: TraceGraph, *, defer: bool = True) -> Program:
+def lower(graph: TraceGraph, *, defer: bool = True, compiled: bool = False) -> Program:
     """Translates a TraceGraph into a program.
 
     Args:
         graph: what to execute.
         defer: whether operations that write external memory may be put off to the commit. If not,
-            everything is computed on copies at once, as a compiler wants it.
+            everything is computed on copies at once.
+        compiled: whether blocks will be compiled. What they return is on memory of its own, and they take it
+            for granted that no two of their inputs share memory.
 
     Raises:
-        SharedShadow: if memory that several external tensors share is written and looked at.
+        SharedShadow: if memory that several external tensors share is written and looked at; for a compiler,
+            if it is written at all.
     """
-    return _Lowering(graph, defer).run()
+    return _Lowering(graph, defer, compiled).run()
 
 
 @dataclass
@@ -107,6 +111,7 @@ class _Emitted:
 class _Lowering:
     graph: TraceGraph
     defer: bool
+    compiled: bool
     registers: int = 0
     values: dict[NodeSource, int] = field(default_factory=dict)
     emitted: list[_Emitted] = field(default_factory=list)
@@ -390,14 +395,15 @@ class _Lowering:
                 emitted.instruction = replace(emitted.instruction, when=When.COMMIT)
             written_later |= access.writes
         shadowed = {ref for ref, r in self.externals.items() if memory[self._class(r)] in plan.shadowed}
-        if any(len(group & shadowed) > 1 for group in self.graph.shared):
+        alone = written_later if self.compiled else plan.shadowed
+        if any(len([r for r in group if self._is_on(r, memory, alone)]) > 1 for group in self.graph.shared):
             raise SharedShadow
         self._put_off_feeds()
         hoisted = self._hoisted(accesses)
         written = {ref for ref, r in self.externals.items() if memory[self._class(r)] in written_later}
         instructions = self._with_shadows(shadowed, hoisted)
         instructions.append(Commit())
-        rebased = self._rebased(shadowed if self.defer else set(self.externals))
+        rebased = self._rebased(set(self.externals) if self.compiled else shadowed)
         kept |= {r.shadow for r in rebased.values() if r.shadow is not None}
         plans = tuple(
             self.plans.get(n.id, NodePlan(None, (), frozenset(), (), (), ())) for n in self.graph.nodes
@@ -420,6 +426,9 @@ class _Lowering:
             symbols=self.graph.symbols,
             blocks=straight_stretches(instructions),
         )
+
+    def _is_on(self, ref: Captured | Fed, memory: dict[Any, int], some: Collection[int]) -> bool:
+        return ref in self.externals and memory[self._class(self.externals[ref])] in some
 
     def _hoisted(self, accesses: list[Access]) -> list[int]:
         """Positions of the instructions that run before all others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -72,9 +73,11 @@ def test_a_linear_iteration_is_one_compiled_block_and_one_commit_block():
     assert report.phase == "co-execution", report.summary()
     assert report.steps["co-execution"] >= 8
     assert not [c for c in report.causes if c.id == "CX0201"], report.summary()
-    [block] = report.blocks
-    assert block.executor == "inductor"
-    assert block.operations > 50
+    block, commit = report.blocks
+    assert block.executor == commit.executor == "inductor"
+    assert block.deferred == 0
+    assert commit.deferred == commit.operations
+    assert block.operations + commit.operations > 50
 
 
 def test_feeds_and_fetches_are_inside_of_the_block():
@@ -85,7 +88,7 @@ def test_feeds_and_fetches_are_inside_of_the_block():
 
     assert_close(mine, eager)
     [report] = coexec.explain().programs
-    assert len(report.blocks) == 1, report.summary()
+    assert len(report.blocks) == 2, report.summary()  # the iteration, and what it puts off to the commit
     assert report.fallbacks == 0
 
 
@@ -136,6 +139,83 @@ def test_a_parameter_that_is_fed_is_written():
     assert all(block.executor == "inductor" for block in report.blocks), report.summary()
     for ours, theirs in zip(mine.parameters(), eager.parameters(), strict=True):
         assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
+
+
+def test_parameters_are_written_in_place_at_the_commit():
+    state = make()
+    memory = [p.data_ptr() for p in state.model.parameters()]
+    versions = []
+    for _ in range(8):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        with coexec.GradientTape(executor="inductor", check=True):
+            loss = nn.functional.cross_entropy(state.model(x), y)
+            state.optimizer.zero_grad()
+            loss.backward()
+            state.optimizer.step()
+        versions.append([p._version for p in state.model.parameters()])
+
+    [report] = coexec.explain().programs
+    assert report.steps["co-execution"] >= 4, report.summary()
+    assert [p.data_ptr() for p in state.model.parameters()] == memory
+    for before, after in itertools.pairwise(versions):
+        assert all(a > b for b, a in zip(before, after, strict=True)), "autograd has to notice"
+
+
+def run_flat(tape):
+    """Writes through views of what is written, and reads of these after it, on all sides of the commit."""
+    torch.manual_seed(0)
+    flat = torch.randn(24)
+    average, weight = torch.zeros(4, 6), torch.randn(4, 6, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    seen = []
+    for k in range(10):
+        x = torch.randn(5, 6)
+        with tape():
+            rows = flat.view(4, 6)[1:3]
+            loss = (x @ (weight + flat.view(4, 6)).T).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            rows.mul_(0.5)
+            flat.add_(weight.detach().reshape(-1), alpha=0.1)
+            average.mul_(0.9).add_(rows.sum() + weight.detach(), alpha=0.1)
+            after = rows * 2
+        seen.append((loss.item(), after.clone(), flat.clone(), average.clone(), k))
+    return seen, weight
+
+
+def test_views_of_what_the_commit_writes_are_views_of_it():
+    from tests.coexec.harness import eager_tape
+
+    expected, weight = run_flat(eager_tape)
+    seen, found = run_flat(lambda: coexec.GradientTape(executor="inductor", check=True))
+
+    [report] = coexec.explain().programs
+    assert report.steps["co-execution"] >= 4, report.summary()
+    torch.testing.assert_close(found, weight, rtol=TOLERANCE, atol=1e-6)
+    torch.testing.assert_close(seen, expected, rtol=TOLERANCE, atol=1e-6)
+
+
+def test_what_is_read_of_a_parameter_after_its_update_is_the_new_value():
+    from tests.coexec.harness import eager_tape
+
+    def run(tape):
+        state, seen = make(), []
+        state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1)
+        for _ in range(8):
+            x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+            with tape():
+                loss = nn.functional.cross_entropy(state.model(x), y)
+                state.optimizer.zero_grad()
+                loss.backward()
+                state.optimizer.step()
+                seen.append(state.model[0].weight.norm().item())
+        return state, seen
+
+    assert_close(run(lambda: coexec.GradientTape(executor="inductor", check=True)), run(eager_tape))
+    [report] = coexec.explain().programs
+    assert report.steps["co-execution"] >= 4, report.summary()
+    assert all(block.executor == "inductor" for block in report.blocks), report.summary()
 
 
 def train_on_sizes(tape, steps, look):

@@ -1,0 +1,82 @@
+"""The commit block of a compiled program: what it puts off until the iteration is valid.
+
+In:  a program lowered for a compiler, with deferral.
+Out: which instructions wait for the commit; whether they may be compiled apart from all others.
+
+A library returns memory of its own, so a view that one library makes is no view of what another one writes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from coexec.tracegraph.instructions import reads, registers_in, writes
+from coexec.tracegraph.program import Call, Feed, Instruction, Move, Program, When
+from coexec.tracer.operations import written_positions
+
+
+def is_late(instruction: Instruction) -> bool:
+    """Whether an instruction is one that waits for the commit; what is copied back at its end is none."""
+    return isinstance(instruction, (Call, Feed)) and instruction.when is When.COMMIT
+
+
+def written_by(instruction: Instruction) -> list[int]:
+    """The registers whose memory a call writes."""
+    if not isinstance(instruction, Call):
+        return []
+    positions = written_positions(instruction.target, instruction.args)
+    return [r for p in positions for r in registers_in(instruction.args[p])]
+
+
+def is_apart(program: Program) -> bool:
+    """Whether libraries may be compiled of what is put off, and of what is not.
+
+    What is put off has to write external tensors themselves, or what it has made; nothing that it reads, or
+    that Python gets, may be a view of these which was made before, or in another block.
+    """
+    external = {*program.captured.values(), *(i.out for i in program.instructions if isinstance(i, Feed))}
+    made_in: dict[int, int] = {}  # the block of a late instruction that makes a register
+    views = _views(program)
+    written: set[int] = set()  # what these are on
+    for block, instruction in _in_blocks(program):
+        if not is_late(instruction):
+            continue
+        for register in written_by(instruction):
+            if register not in external and register not in made_in:
+                return False
+            written |= views.get(register, {register})
+        made_in.update(dict.fromkeys(writes(instruction), block))
+    for block, instruction in _in_blocks(program):
+        for register in reads(instruction) if is_late(instruction) else ():
+            on = views.get(register)
+            if on is not None and on & written and made_in.get(register) != block:
+                return False
+    return not any(views.get(r, set()) & (written - external) for r in program.kept)
+
+
+def _in_blocks(program: Program) -> Iterator[tuple[int, Instruction]]:
+    for first, end in program.blocks:
+        for instruction in program.instructions[first:end]:
+            yield first, instruction
+
+
+def _views(program: Program) -> dict[int, set[int]]:
+    """For each register that is, or may be, a view, what it is a view of in the end."""
+    views: dict[int, set[int]] = defaultdict(set)
+
+    def add(view: int, of: int) -> None:
+        views[view] |= views[of] if of in views else {of}
+
+    for instruction in program.instructions:
+        if isinstance(instruction, Move):
+            for out, source in zip(instruction.outs, instruction.sources, strict=True):
+                add(out, source)
+        elif isinstance(instruction, Call):
+            arguments = zip(instruction.target._schema.arguments, instruction.args, strict=True)
+            viewed = [r for d, a in arguments if d.alias_info is not None for r in registers_in(a)]
+            if any(returned.alias_info is not None for returned in instruction.target._schema.returns):
+                for out in writes(instruction):
+                    for register in viewed:
+                        add(out, register)
+    return dict(views)
