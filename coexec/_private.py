@@ -56,6 +56,12 @@ def is_inmost() -> bool:
     return isinstance(functions[-1], OwnMode) and bool(operations) and isinstance(operations[-1], OwnMode)
 
 
+def is_profiled() -> bool:
+    """Whether a profiler of PyTorch's is on."""
+    profiled: bool = torch._C._autograd._profiler_enabled()
+    return profiled
+
+
 def make_wrapper(cls: type[torch.Tensor], meta: Any) -> torch.Tensor:
     """A tensor of class `cls` with the metadata of `meta` and no memory."""
     make: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass

@@ -10,8 +10,8 @@ Out: a context in which calls of these kinds on that thread call it first:
 - the beginning of a `torch.func` transform, whose C++ code wraps tensors.
 
 The call itself runs in the context that the callback returns. Calls of the functional forms of optimizers
-are handed to a second callback, which makes them. The stand-ins are in place only while some thread is in a
-block, and pass on what other threads call.
+are handed to a second callback, which makes them, and so is what optimizers do to gradients. The stand-ins
+are in place only while some thread is in a block, and pass on what other threads call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import enum
 import functools
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -44,25 +45,34 @@ Callback = Callable[[Watched, str, tuple[Any, ...]], contextlib.AbstractContextM
 #: Makes a call of an optimizer's functional form: the form, its arguments.
 Optimizing = Callable[[Functional, tuple[Any, ...], dict[str, Any]], None]
 
+#: Makes a call of an optimizer's method: the original, the optimizer, the arguments.
+Method = Callable[[Callable[..., Any], torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
+
+ZERO_GRAD, INIT_GROUP = "zero_grad", "_init_group"
+
 _lock = threading.Lock()
 _watches: dict[int, BlockWatch] = {}  # by thread
 _saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is there
 _ABSENT = object()
-_RANDOM: Any = torch.random  # its functions find the generator in this module
-_FUNCTION: Any = torch.autograd.Function
-_PARAMETER: Any = torch.nn.Parameter
-_TENSOR: Any = torch.Tensor
+_NO_METHODS: Mapping[str, Method] = {}
 
 
 class BlockWatch:
     """A context that reports to `called(kind, name, arguments)` what the current thread calls.
 
-    `optimizing(form, arguments, keyword arguments)` makes the updates of optimizers, if it is given.
+    `optimizing(form, arguments, keyword arguments)` makes the updates of optimizers, and `methods` by name
+    what they do to gradients, if these are given.
     """
 
-    def __init__(self, called: Callback, optimizing: Optimizing | None = None) -> None:
+    def __init__(
+        self,
+        called: Callback,
+        optimizing: Optimizing | None = None,
+        methods: Mapping[str, Method] = _NO_METHODS,
+    ) -> None:
         self.called = called
         self.optimizing = optimizing
+        self.methods = methods
 
     def __enter__(self) -> BlockWatch:
         with _lock:
@@ -102,9 +112,11 @@ def _watched_apply(apply: Any) -> Any:
 
 
 def _watched_new(new: Any) -> Any:
+    make = getattr(new, "__func__", new)
+
     def watched(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         with _report(Watched.KEEPS, "nn.Parameter", (data,)):
-            return new(cls, data, requires_grad)
+            return make(cls, data, requires_grad)
 
     return staticmethod(watched)
 
@@ -136,22 +148,67 @@ def _watched_update(functional: Functional, original: Any) -> Any:
     return watched
 
 
-def _install() -> None:
-    _replace(_RANDOM, "default_generator", _Generator())
-    _replace(_FUNCTION, "apply", _watched_apply(_FUNCTION.__dict__["apply"]))
-    _replace(_PARAMETER, "__new__", _watched_new(_PARAMETER.__new__))
-    _replace(_TENSOR, "_make_subclass", _watched_make_subclass(_TENSOR._make_subclass))
-    for module, name in TRANSFORM_ENTRIES:
-        _replace(module, name, _watched_entry(getattr(module, name)))
+def _watched_method(name: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = _watches.get(threading.get_ident())
+        method = None if watch is None else watch.methods.get(name)
+        return original(self, *args, **kwargs) if method is None else method(original, self, args, kwargs)
+
+    return watched
+
+
+@dataclass
+class _Place:
+    """Where a stand-in goes; if `only` is given, in the place of that and of nothing else."""
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]  # of what is there
+    only: Any = None
+    before: Any = None
+    stand_in: Any = None
+
+    def occupy(self) -> None:
+        before = self.owner.__dict__.get(self.name, _ABSENT)
+        if self.only is not None and before is not self.only:
+            return  # what the user has put there is the user's
+        if before is not self.before:
+            self.before = before
+            self.stand_in = self.make(getattr(self.owner, self.name) if before is _ABSENT else before)
+        _saved.append((self.owner, self.name, before, self.stand_in))
+        setattr(self.owner, self.name, self.stand_in)
+
+
+def _places() -> list[_Place]:
+    optim: Any = torch.optim
+    found = [
+        # The functions of torch.random find the generator in their module.
+        _Place(torch.random, "default_generator", lambda _: _Generator()),
+        _Place(torch.autograd.Function, "apply", _watched_apply),
+        _Place(torch.nn.Parameter, "__new__", _watched_new),
+        _Place(torch.Tensor, "_make_subclass", _watched_make_subclass),
+        *(_Place(module, name, _watched_entry) for module, name in TRANSFORM_ENTRIES),
+    ]
     for functional, original in ORIGINALS.items():
         module = importlib.import_module(functional.module)
-        if getattr(module, functional.name) is original:  # what the user has put there is the user's
-            _replace(module, functional.name, _watched_update(functional, original))
+        make = functools.partial(_watched_update, functional)
+        found.append(_Place(module, functional.name, make, original))
+    methods = [(optim.Optimizer, ZERO_GRAD)]
+    methods += [(cls, INIT_GROUP) for cls in (optim.Adam, optim.SGD, optim.RMSprop, optim.Adagrad)]
+    for owner, name in methods:
+        original = owner.__dict__.get(name)
+        if original is not None:
+            found.append(_Place(owner, name, functools.partial(_watched_method, name), original))
+    return found
 
 
-def _replace(owner: Any, name: str, stand_in: Any) -> None:
-    _saved.append((owner, name, owner.__dict__.get(name, _ABSENT), stand_in))
-    setattr(owner, name, stand_in)
+_PLACES = _places()
+
+
+def _install() -> None:
+    for place in _PLACES:
+        place.occupy()
 
 
 def _uninstall() -> None:

@@ -216,7 +216,7 @@ def _of_others(found: list[tuple[CodeType, int]]) -> list[tuple[CodeType, int]]:
 
 def _blocks(program: Program) -> tuple[Block, ...]:
     if program.compiled:
-        return tuple(Block(n, deferred, "inductor") for n, deferred in program.compiled)
+        return tuple(Block(b.operations, b.deferred, b.executor) for b in program.compiled)
     blocks = []
     for first, end in program.blocks:
         calls = [i for i in program.instructions[first:end] if isinstance(i, Call)]

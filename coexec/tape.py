@@ -6,6 +6,7 @@ Out: the step's effects, equal to eager's.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from coexec._private import enter, foreign_modes, leave, without_current_modes
-from coexec.block_watch import BlockWatch, Watched
+from coexec.block_watch import INIT_GROUP, ZERO_GRAD, BlockWatch, Watched
 from coexec.dynamic.runner import DynamicRunner
 from coexec.errors import CommitError, TapeError
 from coexec.location import describe
@@ -30,6 +31,7 @@ from coexec.programs import state_of
 from coexec.reasons import Cause, cause
 from coexec.runners.fallback import replay
 from coexec.runners.iteration import Mismatch
+from coexec.runners.optimizers import init_group, zero_grad
 from coexec.runners.pending import Pending, guardable, settle_all
 from coexec.runners.python_runner import PythonRunner
 from coexec.tracer.mode import TracingMode
@@ -345,7 +347,12 @@ class _CoexecutionSession(_Session):
             exclusive=self._asynchronous,
             before=before,
         )
-        self._watch = BlockWatch(self._called, state.updates.make)
+        shortcuts = {ZERO_GRAD: zero_grad, INIT_GROUP: init_group}
+        self._watch = BlockWatch(
+            self._called,
+            state.updates.make,
+            {name: functools.partial(made, self.runner) for name, made in shortcuts.items()},
+        )
         enter(self._watch)
         enter(self.runner)
 

@@ -202,6 +202,39 @@ class Walker : public Answering {
   // gradients from outside, are left to Python, which knows what has to be waited for.
   void run_ahead(bool ahead) { ahead_ = ahead; }
 
+  // What `p.grad = None` does, for each of these that has a gradient; false if it has done nothing, because
+  // one of them is a placeholder.
+  bool forget_gradients(const py::list& tensors) {
+    std::vector<PyObject*> with_gradient;
+    for (py::handle tensor : tensors) {
+      if (!THPVariable_Check(tensor.ptr()) || lookup(symbols_, tensor.ptr())) return false;
+      PyObject* assigned = lookup(grads_, tensor.ptr());
+      bool has = assigned ? PyTuple_GET_ITEM(assigned, 1) != Py_None : THPVariable_Unpack(tensor.ptr()).grad().defined();
+      if (has) with_gradient.push_back(tensor.ptr());
+    }
+    for (PyObject* tensor : with_gradient) forget_gradient(tensor);
+    return true;
+  }
+
+  // Gives each of these the gradient that this iteration gave it, which may be a placeholder. Returns those that
+  // it gave one, and what they had; none if one of them is a placeholder itself.
+  std::optional<std::pair<py::list, py::list>> show_gradients(const py::list& tensors) {
+    py::list shown, before;
+    for (py::handle tensor : tensors) {
+      if (!THPVariable_Check(tensor.ptr()) || lookup(symbols_, tensor.ptr())) return std::nullopt;
+    }
+    for (py::handle tensor : tensors) {
+      PyObject* assigned = lookup(grads_, tensor.ptr());
+      if (!assigned) continue;
+      py::object now = grad_of(PyTuple_GET_ITEM(assigned, 1));
+      at::Tensor& gradient = THPVariable_Unpack(tensor.ptr()).mutable_grad();
+      before.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
+      gradient = now.is_none() ? at::Tensor() : THPVariable_Unpack(now.ptr());
+      shown.append(tensor);
+    }
+    return std::make_pair(shown, before);
+  }
+
   py::object answer(PyObject* function, PyObject* args, PyObject* kwargs) override {
     if (PyObject* treatment = PyDict_GetItemWithError(names_.treatments.ptr(), function)) {
       return treat(static_cast<Treatment>(PyLong_AsLong(treatment)), function, args, kwargs);
@@ -237,12 +270,16 @@ class Walker : public Answering {
     }
     bool forgets = PyTuple_GET_SIZE(args) == 1 || PyTuple_GET_ITEM(args, 1) == Py_None;
     if (symbol || !forgets) return not_implemented;
+    forget_gradient(tensor);
+    return py::none();
+  }
+
+  void forget_gradient(PyObject* tensor) {
     put(grads_, id_of(tensor), py::reinterpret_steal<py::object>(PyTuple_Pack(2, tensor, Py_None)));
     py::object record = make_instance(names_.grad_record.ptr());
     names_.leaf.set(record.ptr(), tensor);
     names_.value.set(record.ptr(), Py_None);
     if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
-    return py::none();
   }
 
   // The gradient that a token means.
@@ -753,6 +790,18 @@ void set_gradients(const Runner& runner, const py::list& tensors, const std::vec
   }
 }
 
+// Whether these are different single numbers, of types in which steps are counted without error.
+bool are_counters(const py::list& tensors) {
+  std::unordered_set<PyObject*> seen;
+  for (py::handle tensor : tensors) {
+    if (!THPVariable_Check(tensor.ptr()) || !seen.insert(tensor.ptr()).second) return false;
+    const at::Tensor& counter = THPVariable_Unpack(tensor.ptr());
+    bool exact = counter.scalar_type() == at::kFloat || counter.scalar_type() == at::kDouble;
+    if (!exact || counter.numel() != 1) return false;
+  }
+  return true;
+}
+
 // Whether no two tensors are on the same memory: of `captured` (or None), those that are `bound`, and all `fed`.
 bool have_own_memory(const py::list& captured, const py::tuple& bound, const py::dict& fed) {
   std::unordered_set<c10::StorageImpl*> seen;
@@ -783,11 +832,14 @@ void bind_walker(py::module_& m) {
       .def("begin", &Walker::begin)
       .def("end", &Walker::end)
       .def("run_ahead", &Walker::run_ahead)
+      .def("forget_gradients", &Walker::forget_gradients)
+      .def("show_gradients", &Walker::show_gradients)
       .def("stall_s", &Walker::stall_s);
   m.def("held", [](const py::dict& symbols, const py::object& cls) {
     return held(symbols, Slot(cls, "tensor"), Slot(cls, "binding"));
   });
   m.def("have_own_memory", &have_own_memory);
+  m.def("are_counters", &are_counters);
   m.def("alias_of", &alias_of);
   m.def("announce_gradients", &announce_gradients);
   m.def("set_gradients", &set_gradients, "Gives each tensor the value of a register as its gradient.");

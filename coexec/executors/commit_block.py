@@ -66,7 +66,7 @@ def _views(program: Program) -> dict[int, set[int]]:
     views: dict[int, set[int]] = defaultdict(set)
 
     def add(view: int, of: int) -> None:
-        views[view] |= views[of] if of in views else {of}
+        views[view] |= views.get(of, {of})
 
     for instruction in program.instructions:
         if isinstance(instruction, Move):

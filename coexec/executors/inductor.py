@@ -29,6 +29,7 @@ from coexec.tracegraph.numbers import is_number
 from coexec.tracegraph.program import (
     Call,
     Compiled,
+    CompiledBlock,
     Feed,
     Fetch,
     Instruction,
@@ -101,8 +102,11 @@ def compile_blocks(graph: TraceGraph) -> Program:
     program = lowered(graph)
     parts = _parts(program)
     linked = {first: [_linked(part) for part in made] for first, made in parts.items()}
-    sizes = tuple((b.operations, b.operations * (b.when is When.COMMIT)) for b in _blocks(parts))
-    return replace(_spliced(program, linked), compiled=sizes, uncompiled=program.instructions)
+    made = tuple(
+        CompiledBlock(b.operations, b.operations if b.when is When.COMMIT else 0, "inductor")
+        for b in _blocks(parts)
+    )
+    return replace(_spliced(program, linked), compiled=made, uncompiled=program.instructions)
 
 
 def jobs(graph: TraceGraph) -> list[Job]:

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from coexec.tracegraph.instructions import at_commit, reads, retargeted, with_releases, writes
-from coexec.tracegraph.program import Call, Instruction, Program, Reg, When
+from coexec.tracegraph.program import Call, CompiledBlock, Instruction, Program, Reg, When
 from coexec.tracegraph.sizes import fixed, varies
 from placement.capture import without_values
 from placement.graph import TensorSpec
@@ -49,7 +49,7 @@ def place_blocks(program: Program) -> Program:
         body = [i for i in program.instructions[first:end] if isinstance(i, Call)]
         module, sources, outs = _graph(program, body, _needed(program, first, end))
         replaced[first] = (end, _call(_placed(module), sources, outs))
-        sizes.append(len(body))
+        sizes.append(CompiledBlock(len(body), 0, "placed"))
     if not replaced:
         return program
     instructions: list[Instruction] = []

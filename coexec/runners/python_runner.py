@@ -179,6 +179,25 @@ class PythonRunner(EnteredNatively):
         """Whether a placeholder is among the arguments of a call."""
         return any(id(t) in self.iteration.symbols for t in calls.tensors_in(arguments))
 
+    def forget_gradients(self, tensors: list[torch.Tensor]) -> bool:
+        """Does what `p.grad = None` does for each of these; False if that has to be done one by one."""
+        return self._walks_natively and bool(self._walker.forget_gradients(tensors))
+
+    def show_gradients(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]] | None:
+        """Gives tensors the gradients that the iteration gave them, which may be placeholders.
+
+        Returns:
+            Tensors and the gradients that they had; None if nothing was done.
+        """
+        shown: tuple[list[torch.Tensor], list[Any]] | None = None
+        if self._walks_natively:
+            shown = self._walker.show_gradients(tensors)
+        return shown
+
+    @property
+    def _walks_natively(self) -> bool:
+        return self._walker is not None and self._eager is None
+
     @property
     def fell_back(self) -> bool:
         """Whether the iteration has become an eager one."""

@@ -168,7 +168,7 @@ def _value(iteration: Iteration, skeleton: Skeleton, binding: Produced) -> _Valu
         program.plans[binding.event].outputs[binding.output],
         rebase,
         None if rebase is None else iteration.object_of(rebase.external),
-        bool(program.compiled),
+        any(b.executor == "inductor" for b in program.compiled),
     )
 
 

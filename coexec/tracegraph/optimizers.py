@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from coexec._native import core
 from coexec.tracegraph.numbers import TRANSFORMS, is_number, same_number, takes_numbers
 from coexec.tracegraph.trace import Number, Operation
 
@@ -180,6 +181,8 @@ def _is_plain_value(name: str, value: Any) -> bool:
 
 def _are_counters(counters: Sequence[Any]) -> bool:
     """Whether these are different single numbers, of types in which steps are counted without error."""
+    if core is not None and counters.__class__ is list:
+        return bool(core.are_counters(counters))
     with torch._C.DisableTorchFunction():
         return len({id(c) for c in counters}) == len(counters) and all(
             isinstance(c, torch.Tensor) and c.dtype in (torch.float32, torch.float64) and c.numel() == 1

@@ -135,6 +135,15 @@ class Commit:
     release: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledBlock:
+    """What a block was: its operations, how many of these wait for the commit, and what runs them."""
+
+    operations: int
+    deferred: int
+    executor: str
+
+
 Instruction = Call | Feed | Fetch | Move | Switch | Jump | Compiled | Commit
 
 
@@ -195,8 +204,7 @@ class Program:
         kept: registers that Python may read after the end.
         symbols: what each symbol in its sizes may be.
         blocks: (first, last + 1) of every stretch of instructions without control flow.
-        compiled: how many operations each compiled block has, and how many of them wait for the commit, if
-            blocks were compiled.
+        compiled: what each block that is not run by `aten` was.
         uncompiled: the instructions that compiled blocks have replaced.
     """
 
@@ -216,7 +224,7 @@ class Program:
     kept: frozenset[int]
     symbols: tuple[Symbol, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
-    compiled: tuple[tuple[int, int], ...] = ()
+    compiled: tuple[CompiledBlock, ...] = ()
     uncompiled: tuple[Instruction, ...] = ()
 
     @property

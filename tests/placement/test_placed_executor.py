@@ -51,6 +51,8 @@ def test_training_with_placed_stretches_equals_eager():
     placed_before = next(placed._numbers)
     model, losses = train(lambda: coexec.GradientTape(executor="placed"))
     assert next(placed._numbers) > placed_before + 1, "nothing was placed"
+    [report] = [p for p in coexec.explain().programs if p.blocks]
+    assert {b.executor for b in report.blocks} == {"placed"}
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-5)
     for mine, wanted in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-5)

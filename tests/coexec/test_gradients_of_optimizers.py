@@ -1,0 +1,172 @@
+"""What optimizers do to gradients in one go has the effects of one call after the other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn, optim
+
+import coexec
+from coexec._native import core
+from tests.coexec.harness import coexecuted, compare, train
+
+OPTIMIZERS = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: optim.Adam(p, lr=0.01),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.01),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.5),
+}
+
+
+def with_head(make_optimizer):
+    """A model with a part that is never used."""
+
+    def make():
+        model = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 1), "idle": nn.Linear(2, 2)})
+        optimizer = make_optimizer(model.parameters())
+        return SimpleNamespace(model=model, optimizer=optimizer, scheduler=None, log=[])
+
+    return make
+
+
+def loss_of(s):
+    x = torch.randn(6, 4)
+    body = s.model["body"](x).tanh()
+    return (s.model["head"](body) - x.sum(1, keepdim=True)).square().mean()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_are_what_python_sees_between_the_calls(name):
+    def step(s, k, tape):
+        with tape():
+            seen = []
+            s.optimizer.zero_grad()
+            seen.append([p.grad is None for p in s.model.parameters()])
+            loss_of(s).backward()
+            seen.append([p.grad is None for p in s.model.parameters()])
+            s.optimizer.step()
+            total = s.model["body"].weight.grad.sum()
+            s.optimizer.zero_grad()
+            seen.append([p.grad is None for p in s.model.parameters()])
+        s.log += [str(seen), total.item()]
+
+    report = compare(with_head(OPTIMIZERS[name]), step, 24)
+
+    assert report.steps["co-execution"] >= 4, report.summary()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_kept_are_added_to(to_none):
+    def step(s, k, tape):
+        with tape():
+            if k % 2 == 0:
+                s.optimizer.zero_grad(set_to_none=to_none)
+            loss_of(s).backward()
+            if k % 2:
+                s.optimizer.step()
+        s.log.append([None if p.grad is None else p.grad.sum().item() for p in s.model.parameters()])
+
+    assert coexecuted(compare(with_head(OPTIMIZERS["Adam"]), step, 14), 4)
+
+
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_an_exception_leaves_the_gradients_of_eager_execution(place):
+    class Stop(Exception):
+        pass
+
+    def step(s, k, tape):
+        try:
+            with tape():
+                s.optimizer.zero_grad()
+                if k == 7 and place == "before":
+                    raise Stop
+                loss_of(s).backward()
+                if k == 7 and place == "between":
+                    raise Stop
+                s.optimizer.step()
+                if k == 7 and place == "after":
+                    raise Stop
+        except Stop:
+            s.log.append([None if p.grad is None else p.grad.sum().item() for p in s.model.parameters()])
+
+    assert coexecuted(compare(with_head(OPTIMIZERS["Adam"]), step, 10), 4)
+
+
+class Broken(optim.Adam):
+    """Its state is lost before one step, and found after it."""
+
+    lost = None
+
+    def lose(self):
+        self.lost = [state.pop("exp_avg") for state in self.state.values()]
+
+    def find(self):
+        for state, average in zip(self.state.values(), self.lost, strict=True):
+            state["exp_avg"] = average
+
+
+def test_an_optimizer_that_fails_puts_the_gradients_back():
+    def step(s, k, tape):
+        if k == 6:
+            s.optimizer.lose()
+        if k == 7:
+            s.optimizer.find()
+        try:
+            with tape():
+                train(s, loss_of(s))
+        except KeyError as error:
+            s.log += [
+                str(error),
+                [None if p.grad is None else p.grad.sum().item() for p in s.model.parameters()],
+            ]
+
+    assert coexecuted(compare(with_head(lambda p: Broken(p, lr=0.01)), step, 12), 6)
+
+
+class Counting(optim.SGD):
+    """Has its own way of forgetting gradients."""
+
+    forgotten = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.forgotten += 1
+        self.param_groups[0]["params"][0].grad = None
+        super().zero_grad(set_to_none)
+
+
+def test_an_optimizer_with_its_own_way_of_forgetting_keeps_it():
+    def step(s, k, tape):
+        with tape():
+            train(s, loss_of(s))
+        s.log.append(s.optimizer.forgotten)
+
+    assert coexecuted(compare(with_head(lambda p: Counting(p, lr=0.1)), step, 8), 4)
+
+
+def test_optimizers_are_as_they_were_after_a_block():
+    before = (optim.Optimizer.zero_grad, optim.Adam._init_group, optim.SGD._init_group)
+    s = with_head(OPTIMIZERS["Adam"])()
+    for _ in range(4):
+        with coexec.GradientTape():
+            train(s, loss_of(s))
+            assert core is None or optim.Adam._init_group is not before[1]
+    assert (optim.Optimizer.zero_grad, optim.Adam._init_group, optim.SGD._init_group) == before
+
+
+def test_a_method_that_the_user_has_replaced_is_the_users(monkeypatch):
+    calls = []
+    original = optim.Optimizer.zero_grad
+
+    def mine(self, set_to_none=True):
+        calls.append(set_to_none)
+        return original(self, set_to_none)
+
+    monkeypatch.setattr(optim.Optimizer, "zero_grad", mine)
+    s = with_head(OPTIMIZERS["Adam"])()
+    for _ in range(5):
+        with coexec.GradientTape():
+            train(s, loss_of(s))
+    assert len(calls) == 5
