@@ -218,9 +218,9 @@ def shapes_without_values(
 
 
 def compile_ahead_of_time(
-    module: torch.fx.GraphModule, examples: tuple[torch.Tensor, ...], path: str
+    module: torch.fx.GraphModule, examples: tuple[torch.Tensor, ...], path: str, threads: int
 ) -> None:
-    """Compiles a graph of ATen operations with TorchInductor into a package at `path`.
+    """Compiles a graph of ATen operations with TorchInductor into a package at `path`, for so many threads.
 
     Random numbers come from eager's kernels, so that they are eager's numbers.
 
@@ -235,7 +235,7 @@ def compile_ahead_of_time(
     package: Any = torch._inductor.package
     size_options: Any = torch.fx.experimental._config
 
-    options = {"fallback_random": True, "aot_inductor.package": True}
+    options = {"fallback_random": True, "aot_inductor.package": True, "cpp.threads": threads}
     if any(isinstance(e, FakeTensor) for e in examples):
         for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
             node.meta["val"] = example

@@ -5,8 +5,12 @@
 #if defined(__linux__)
 #include <dlfcn.h>
 
-// Of OpenMP 5.0; found in the runtime that PyTorch has loaded, if it has it.
-extern "C" int omp_pause_resource_all(int kind) __attribute__((weak));
+// Found in the runtimes that PyTorch has loaded, if it has them; the first one is of OpenMP 5.0.
+extern "C" {
+int omp_pause_resource_all(int kind) __attribute__((weak));
+void omp_set_num_threads(int threads) __attribute__((weak));
+int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
+}
 #endif
 
 namespace coexec {
@@ -30,9 +34,16 @@ void release_kernel_threads() {
   if (gnu) omp_pause_resource_all(kSoft);
 }
 
+void limit_kernel_threads(int threads) {
+  if (omp_set_num_threads) omp_set_num_threads(threads);
+  if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(threads);
+}
+
 #else
 
 void release_kernel_threads() {}
+
+void limit_kernel_threads(int) {}
 
 #endif
 

@@ -11,4 +11,9 @@ namespace coexec {
 // Does nothing with other runtimes.
 void release_kernel_threads();
 
+// Has kernels of the calling thread, and of no other one, run on that many threads.
+//
+// at::set_num_threads also decides for threads that begin later on, and for these the number of PyTorch is right.
+void limit_kernel_threads(int threads);
+
 }  // namespace coexec

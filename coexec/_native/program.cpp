@@ -153,11 +153,13 @@ std::shared_ptr<Program> make_program(
     std::vector<int64_t> captured,
     int64_t fetch_slots,
     int64_t symbols,
+    int64_t threads,
     const py::list& instructions) {
   auto program = std::make_shared<Program>();
   program->register_count = register_count;
   program->fetch_slots = fetch_slots;
   program->symbols = symbols;
+  program->threads = threads;
   program->captured = std::move(captured);
   program->instructions.reserve(instructions.size());
   for (const auto& d : instructions) program->instructions.push_back(parse_instruction(d.cast<py::dict>()));

@@ -283,6 +283,7 @@ void Runner::publish(int64_t slot, c10::IValue value) {
 void Runner::run() {
   current() = this;
   thread_state_.apply();
+  if (program_->threads > 0) limit_kernel_threads(program_->threads);
   auto t = Clock::now();
   double stalled = stall_s_;
   std::exception_ptr error;

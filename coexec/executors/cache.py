@@ -24,11 +24,11 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coexec"
 
 
-def path_of(description: str) -> Path:
-    """Where the library of a block belongs, on this machine and with these versions."""
+def path_of(description: str, threads: int) -> Path:
+    """Where the library of a block belongs: on this machine, with these versions, for so many threads."""
     environment = (
         torch.__version__,
-        torch.get_num_threads(),
+        threads,
         torch.backends.cpu.get_cpu_capability(),
         platform.machine(),
         torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,

@@ -20,7 +20,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from coexec._native import core
 from coexec.executors.commit_block import is_apart, is_late, written_by
-from coexec.executors.job import TOKEN, InputMeta, Job, SymbolInput, Unsupported, compiled, make_job
+from coexec.executors.job import (
+    TOKEN,
+    InputMeta,
+    Job,
+    SymbolInput,
+    Unsupported,
+    compiled,
+    kernel_threads,
+    make_job,
+)
 from coexec.executors.scalars import REWRITES
 from coexec.executors.sizes import SizeNodes, before_late_symbols, symbols_of
 from coexec.tracegraph.graph import TraceGraph
@@ -106,7 +115,8 @@ def compile_blocks(graph: TraceGraph) -> Program:
         CompiledBlock(b.operations, b.operations if b.when is When.COMMIT else 0, "inductor")
         for b in _blocks(parts)
     )
-    return replace(_spliced(program, linked), compiled=made, uncompiled=program.instructions)
+    whole = _spliced(program, linked)
+    return replace(whole, compiled=made, uncompiled=program.instructions, threads=kernel_threads())
 
 
 def jobs(graph: TraceGraph) -> list[Job]:

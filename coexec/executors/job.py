@@ -7,6 +7,7 @@ Out: the path of its library, compiled at most once.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,17 +72,29 @@ TOKEN = InputMeta((1,), (1,), torch.float32, "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A graph of ATen operations, its inputs, and where its library belongs."""
+    """A graph of ATen operations, its inputs, its kernels' threads, and where its library belongs."""
 
     module: GraphModule
     inputs: tuple[InputMeta | SymbolInput, ...]
+    threads: int
     path: Path
 
 
 def make_job(module: GraphModule, inputs: tuple[InputMeta | SymbolInput, ...]) -> Job:
     """The job of compiling a graph; equal graphs have one path."""
     constants = {n: (t.dtype, t.tolist()) for n, t in module.named_buffers()}
-    return Job(module, inputs, path_of(repr((module.code, constants, inputs))))
+    threads = kernel_threads()
+    return Job(module, inputs, threads, path_of(repr((module.code, constants, inputs)), threads))
+
+
+def kernel_threads() -> int:
+    """How many threads the kernels of compiled blocks run on: at least one processor is Python's."""
+    return min(torch.get_num_threads(), max(1, processors() - 1))
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _examples(job: Job) -> tuple[torch.Tensor, ...]:
@@ -105,7 +118,7 @@ def compiled(job: Job) -> Path:
         log.info("compiling a block of %d operations", len(job.module.graph.nodes))
         examples = _examples(job)
         try:
-            install(job.path, lambda target: compile_ahead_of_time(job.module, examples, target))
+            install(job.path, lambda file: compile_ahead_of_time(job.module, examples, file, job.threads))
         except NotImplementedError as error:
             raise Unsupported(str(error)) from error
     return job.path

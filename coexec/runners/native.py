@@ -82,6 +82,7 @@ def encoded(program: Program) -> Any:
             list(program.captured.values()),
             program.fetch_slots,
             len(program.symbols),
+            program.threads,
             [encoded_instruction(i) for i in program.instructions],
         )
         entry = _cache[id(program)] = (program, native)

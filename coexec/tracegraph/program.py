@@ -206,6 +206,7 @@ class Program:
         blocks: (first, last + 1) of every stretch of instructions without control flow.
         compiled: what each block that is not run by `aten` was.
         uncompiled: the instructions that compiled blocks have replaced.
+        threads: how many threads its kernels run on; 0 for as many as Python's.
     """
 
     instructions: tuple[Instruction, ...]
@@ -226,6 +227,7 @@ class Program:
     blocks: tuple[tuple[int, int], ...] = ()
     compiled: tuple[CompiledBlock, ...] = ()
     uncompiled: tuple[Instruction, ...] = ()
+    threads: int = 0
 
     @property
     def asks(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import coexec
 from coexec import _private
 from coexec._native import core
+from coexec.executors import job
 
 pytestmark = [
     pytest.mark.slow,
@@ -303,3 +305,24 @@ def test_a_block_that_gives_another_shape_than_python_was_told_is_a_fallback(mon
     for a, b in zip(mine, eager, strict=True):
         torch.testing.assert_close(a, b)
     assert "a compiled block gave shape" in coexec.explain().summary()
+
+
+def test_kernels_leave_a_processor_to_python(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for processors, threads in {1: 1, 2: 1, 4: 3, 8: 7, 9: 8, 64: 8}.items():
+        monkeypatch.setattr(job, "processors", lambda n=processors: n)
+        assert job.kernel_threads() == threads
+
+
+def test_other_threads_keep_their_kernel_threads():
+    threads = torch.get_num_threads()
+    train(lambda: coexec.GradientTape(executor="inductor"), 8)
+
+    found = []
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+
+    [report] = coexec.explain().programs
+    assert report.phase == "co-execution"
+    assert [torch.get_num_threads(), *found] == [threads, threads]
