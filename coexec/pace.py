@@ -5,8 +5,8 @@ Out: in which way the next iteration runs.
 
 - Dynamic phase: call by call, or eagerly. Sending calls to a queue costs Python time for each, which pays
   only where kernels are long.
-- Co-execution phase: the GraphRunner starts at once, or when Python needs a value or has left the block.
-  Where kernels have as many threads as there are processors, Python and kernels hinder each other.
+- Co-execution phase, where kernels have as many threads as there are processors, so that Python and kernels
+  hinder each other: the GraphRunner starts at once, or when Python needs a value or has left the block.
 
 After some iterations in the usual way a few run in the other; the faster way is kept for a while, for longer
 each time that the same one wins.
@@ -14,6 +14,7 @@ each time that the same one wins.
 
 from __future__ import annotations
 
+import os
 import statistics
 from dataclasses import dataclass, field
 
@@ -51,3 +52,8 @@ class Pace:
         self.other, self.stay = faster, self.stay_next
         self.usual_s, self.other_s = [], []
         return news
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -26,7 +26,7 @@ from coexec.dynamic.table import Table
 from coexec.executors import compile_in_background, make_program
 from coexec.executors.background import Compilation
 from coexec.options import Options
-from coexec.pace import Pace
+from coexec.pace import Pace, processors
 from coexec.reasons import Cause, cause
 from coexec.runners.graph_runner import GraphRunner, make_graph_runner
 from coexec.runners.native import NativeRunner
@@ -87,6 +87,7 @@ class ProgramState:
     updates: Updates = field(default_factory=Updates)
     pace: Pace = field(default_factory=Pace)  # call by call, or eagerly
     start: Pace = field(default_factory=Pace)  # of the GraphRunner: at once, or when Python waits
+    crowded: bool = False  # whether the graph's kernels leave no processor to Python
     traces: list[Trace] = field(default_factory=list)
     graph: TraceGraph | None = None
     skeleton: Skeleton | None = None
@@ -325,6 +326,7 @@ class ProgramState:
         if why_aten is not None:
             self.note(cause("CX0201", why_aten, self.key))
         self.skeleton = make_skeleton(graph, program)
+        self.crowded = (program.threads or torch.get_num_threads()) >= processors()
         self._captured = self.identities.references(graph.captured)
         self.start = Pace()
         self.dynamic_cause = None

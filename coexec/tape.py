@@ -330,7 +330,8 @@ class _CoexecutionSession(_Session):
         self._pending: Pending | None = None
         self._cause: Cause | None = None
         self._asynchronous = not options.synchronous and options.mode == "coexec"
-        self._may_choose = options.synchronous and options.mode == "coexec" and _chooses_start()
+        choosing = options.synchronous and options.mode == "coexec"
+        self._may_choose = choosing and state.crowded and _chooses_start()
         self._starts_late = options.mode == "lazy" or (self._may_choose and state.start.next_is_other())
         self._seconds = 0.0  # of Python in the block and its ends
         self._graph_runner = state.idle_graph_runner

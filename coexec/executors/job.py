@@ -7,7 +7,6 @@ Out: the path of its library, compiled at most once.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.fx import GraphModule
 
 from coexec._private import compile_ahead_of_time, fake_mode_of, symbolic_carriers
 from coexec.executors.cache import install, path_of
+from coexec.pace import processors
 from coexec.tracegraph.sizes import Symbol, renumbered, value_of
 from coexec.tracegraph.trace import Dimension, TensorMeta
 
@@ -90,11 +90,6 @@ def make_job(module: GraphModule, inputs: tuple[InputMeta | SymbolInput, ...]) -
 def kernel_threads() -> int:
     """How many threads the kernels of compiled blocks run on: at least one processor is Python's."""
     return min(torch.get_num_threads(), max(1, processors() - 1))
-
-
-def processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _examples(job: Job) -> tuple[torch.Tensor, ...]:
