@@ -32,27 +32,26 @@ def written_by(instruction: Instruction) -> list[int]:
 def is_apart(program: Program) -> bool:
     """Whether libraries may be compiled of what is put off, and of what is not.
 
-    What is put off has to write external tensors themselves, or what it has made; nothing that it reads, or
-    that Python gets, may be a view of these which was made before, or in another block.
+    What is put off may write external tensors themselves, what it has made, and what was made before. Nothing
+    else that it reads, or that Python gets, may be on the same memory and come from another library.
     """
     external = {*program.captured.values(), *(i.out for i in program.instructions if isinstance(i, Feed))}
-    made_in: dict[int, int] = {}  # the block of a late instruction that makes a register
     views = _views(program)
-    written: set[int] = set()  # what these are on
+    made_in: dict[int, int] = {}  # the block of a late instruction that makes a register
+    written: set[int] = set()  # memory, by the register that made it
+    handed: set[int] = set()  # registers that one library gets from another, or from outside
     for block, instruction in _in_blocks(program):
-        if not is_late(instruction):
-            continue
-        for register in written_by(instruction):
-            if register not in external and register not in made_in:
-                return False
-            written |= views.get(register, {register})
-        made_in.update(dict.fromkeys(writes(instruction), block))
-    for block, instruction in _in_blocks(program):
-        for register in reads(instruction) if is_late(instruction) else ():
-            on = views.get(register)
-            if on is not None and on & written and made_in.get(register) != block:
-                return False
-    return not any(views.get(r, set()) & (written - external) for r in program.kept)
+        if is_late(instruction):
+            handed |= {r for r in reads(instruction) if made_in.get(r) != block}
+            written |= {m for r in written_by(instruction) for m in views.get(r, {r})}
+            made_in.update(dict.fromkeys(writes(instruction), block))
+    for memory in written:
+        on_it = {r for r in handed | program.kept if memory in views.get(r, {r})}
+        if memory in external:
+            on_it &= handed  # what Python gets of it is made at the end
+        if len(on_it) > 1 or (memory in external and not on_it <= {memory}):
+            return False
+    return True
 
 
 def _in_blocks(program: Program) -> Iterator[tuple[int, Instruction]]:

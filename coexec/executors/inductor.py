@@ -10,8 +10,9 @@ program order, which is what makes the two runners free of deadlock (Terra, figu
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from coexec.executors.job import (
     kernel_threads,
     make_job,
 )
-from coexec.executors.scalars import REWRITES
+from coexec.executors.scalars import FOREACH, REWRITES, rewritten_foreach
 from coexec.executors.sizes import SizeNodes, before_late_symbols, symbols_of
 from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.instructions import at_commit, reads, retargeted, writes
@@ -50,6 +51,14 @@ from coexec.tracegraph.program import (
 from coexec.tracegraph.sizes import Size, varies
 from coexec.tracegraph.symbolic import SharedShadow, lower
 from coexec.tracegraph.trace import Number, TensorMeta
+
+log = logging.getLogger(__name__)
+
+#: Without a functional variant, or without one for tensors that have no memory.
+_NEVER_COMPILED = {
+    getattr(torch.ops.aten, name, None)
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +120,7 @@ def compile_blocks(graph: TraceGraph) -> Program:
     program = lowered(graph)
     parts = _parts(program)
     linked = {first: [_linked(part) for part in made] for first, made in parts.items()}
-    made = tuple(
-        CompiledBlock(b.operations, b.operations if b.when is When.COMMIT else 0, "inductor")
-        for b in _blocks(parts)
-    )
+    made = tuple(block for part in parts.values() for block in _described(part))
     whole = _spliced(program, linked)
     return replace(whole, compiled=made, uncompiled=program.instructions, threads=kernel_threads())
 
@@ -158,13 +164,32 @@ def _parts(program: Program) -> dict[int, list[Part]]:
         calls = [i for i in late if isinstance(i, Call)]
         if calls:
             needed = outside[first].union(*(reads(i) for i in last))
-            made.append(make_block(program, calls, needed, When.COMMIT))
+            made += _commit_block(program, calls, needed)
         parts[first] = [*made, *(replace(i, release=()) for i in last)]
     return parts
 
 
+def _commit_block(program: Program, calls: list[Call], needed: set[int]) -> list[Part]:
+    """What is put off as a block, or as it is where it cannot be compiled."""
+    try:
+        return [make_block(program, calls, needed, When.COMMIT)]
+    except Unsupported as error:
+        log.info("%d operations at the commit run by aten: %s", len(calls), error)
+        return [replace(call, release=()) for call in calls]
+
+
 def _blocks(parts: dict[int, list[Part]]) -> list[Block]:
     return [part for made in parts.values() for part in made if isinstance(part, Block)]
+
+
+def _described(parts: list[Part]) -> Iterator[CompiledBlock]:
+    for part in parts:
+        if isinstance(part, Block):
+            late = part.operations if part.when is When.COMMIT else 0
+            yield CompiledBlock(part.operations, late, "inductor")
+    left = sum(isinstance(part, Call) and is_late(part) for part in parts)
+    if left:
+        yield CompiledBlock(left, left, "aten")
 
 
 def _linked(part: Part) -> Instruction:
@@ -280,11 +305,17 @@ def _dtype_of(number: type[Number]) -> torch.dtype:
 
 
 def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node], encode: Any) -> None:
+    if call.target.overloadpacket in _NEVER_COMPILED:
+        raise Unsupported(f"{call.target} is a kernel of its own")
     target, args = _with_sizes_as_scalars(*_with_declared_writes(call))
     numbers = [isinstance(a, Reg) and a.index not in program.metas for a in args]
     encoded = [encode(a) for a in args]
     if any(numbers) or any(_list_of_numbers(a, program) for a in args):
-        if target not in REWRITES or any(_list_of_numbers(a, program) for a in args):
+        if target in FOREACH:
+            each = rewritten_foreach(graph, target, tuple(encoded))
+            env.update((out, made) for out, made in zip(call.outs, each, strict=False) if out is not None)
+            return
+        if target not in REWRITES:
             raise Unsupported(f"a varying number in {target}")
         result = REWRITES[target](graph, tuple(encoded))
     else:

@@ -108,3 +108,44 @@ _IN_PLACE = {
     aten.fill_.Scalar: _fill,
 }
 REWRITES |= {target: _in_place(rewrite) for target, rewrite in _IN_PLACE.items()}
+
+
+def _each(name: str, base: str, *defaults: Any) -> dict[Any, tuple[Any, tuple[Any, ...]]]:
+    """The in-place and the other variant of an operation on lists, with what does it to one tensor."""
+    found = {}
+    for suffix in ("", "_"):
+        packet, _, overload = name.partition(".")
+        target, _, own = base.partition(".")
+        of = getattr(getattr(aten, f"_foreach_{packet}{suffix}"), overload, None)
+        one = getattr(getattr(aten, f"{target}{suffix}"), own)
+        if of is not None and one in REWRITES:
+            found[of] = (one, defaults)
+    return found
+
+
+#: Operations on lists of tensors: what does it to one of them, and arguments that this one has besides.
+FOREACH: dict[Any, tuple[Any, tuple[Any, ...]]] = {
+    of: one
+    for kind in ("Scalar", "ScalarList")
+    for found in (
+        _each(f"add.{kind}", "add.Scalar", 1),
+        _each(f"sub.{kind}", "sub.Scalar", 1),
+        _each(f"mul.{kind}", "mul.Scalar"),
+        _each(f"div.{kind}", "div.Scalar"),
+        _each(f"addcmul.{kind}", "addcmul.default"),
+        _each(f"addcdiv.{kind}", "addcdiv.default"),
+        _each("add.List", "add.Tensor"),
+        _each("sub.List", "sub.Tensor"),
+        _each("lerp.Scalar", "lerp.Scalar"),
+    )
+    for of, one in found.items()
+}
+
+
+def rewritten_foreach(graph: Graph, target: Any, args: tuple[Any, ...]) -> list[Node]:
+    """An operation on lists of tensors, done to one after the other."""
+    one, defaults = FOREACH[target]
+    return [
+        REWRITES[one](graph, (*(a[i] if isinstance(a, list) else a for a in args), *defaults))
+        for i in range(len(args[0]))
+    ]

@@ -326,3 +326,56 @@ def test_other_threads_keep_their_kernel_threads():
     [report] = coexec.explain().programs
     assert report.phase == "co-execution"
     assert [torch.get_num_threads(), *found] == [threads, threads]
+
+
+OPTIMIZERS = {
+    "Adam foreach": (lambda p: torch.optim.Adam(p, lr=0.01, foreach=True), "inductor"),
+    "SGD foreach": (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, foreach=True), "inductor"),
+    "Adam fused": (lambda p: torch.optim.Adam(p, lr=0.01, fused=True), "aten"),
+    "SGD fused": (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True), "aten"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_on_lists_of_tensors_with_rates_that_change(name):
+    from tests.coexec.harness import eager_tape
+
+    make_optimizer, at_the_commit = OPTIMIZERS[name]
+
+    def run(tape):
+        state, seen = make(), []
+        state.optimizer = make_optimizer(state.model.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(state.optimizer, 0.9)
+        for _ in range(9):
+            x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+            with tape():
+                loss = nn.functional.cross_entropy(state.model(x), y)
+                state.optimizer.zero_grad()
+                loss.backward()
+                state.optimizer.step()
+            schedule.step()
+            seen.append(loss.item())
+        return state, seen
+
+    assert_close(run(lambda: coexec.GradientTape(executor="inductor", check=True)), run(eager_tape))
+
+    [report] = coexec.explain().programs
+    assert report.steps["co-execution"] >= 4, report.summary()
+    assert [block.executor for block in report.blocks] == ["inductor", at_the_commit]
+
+
+def test_a_compiler_that_fails_in_any_way_leaves_the_program_to_aten(monkeypatch, tmp_path):
+    from tests.coexec.harness import eager_tape
+
+    def fail(*args, **kwargs):
+        raise ZeroDivisionError("in the compiler\nwith a second line")
+
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor, "aot_compile", fail)
+    mine = train(lambda: coexec.GradientTape(executor="inductor"), 6)
+
+    assert_close(mine, train(eager_tape, 6))
+    [report] = coexec.explain().programs
+    assert report.phase == "co-execution"
+    assert {block.executor for block in report.blocks} == {"aten"}
+    assert "TorchInductor fails: in the compiler" in report.summary()
