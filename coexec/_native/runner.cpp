@@ -462,8 +462,15 @@ void Runner::compiled(const Instruction& instruction) {
   }
   TORCH_CHECK(outputs.size() == instruction.outs.size(), "a compiled block returned ", outputs.size(),
               " values where ", instruction.outs.size(), " were expected");
+  std::unordered_set<c10::StorageImpl*> given;
+  for (const at::Tensor& input : inputs) given.insert(input.storage().unsafeGetStorageImpl());
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (instruction.outs[i] < 0) continue;
+    bool is_typed = instruction.dtypes[i] < 0 || static_cast<int64_t>(outputs[i].scalar_type()) == instruction.dtypes[i];
+    TORCH_CHECK(is_typed, "a compiled block gave a value of type ",
+                outputs[i].scalar_type(), ", and traces had another one");
+    // A compiler may return an input for what adds nothing to it, and the program may write that input later on.
+    if (given.count(outputs[i].storage().unsafeGetStorageImpl())) outputs[i] = outputs[i].clone();
     TORCH_CHECK(!instruction.shapes[i] || are(*instruction.shapes[i], outputs[i].sizes(), symbols),
                 "a compiled block gave shape ", outputs[i].sizes(), ", and traces had another one");
     registers_[instruction.outs[i]] = std::move(outputs[i]);

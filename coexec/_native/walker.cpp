@@ -223,9 +223,10 @@ class Walker : public Answering {
     for (py::handle tensor : tensors) {
       if (!THPVariable_Check(tensor.ptr()) || lookup(symbols_, tensor.ptr())) return std::nullopt;
     }
+    std::unordered_set<PyObject*> seen;
     for (py::handle tensor : tensors) {
       PyObject* assigned = lookup(grads_, tensor.ptr());
-      if (!assigned) continue;
+      if (!assigned || !seen.insert(tensor.ptr()).second) continue;
       py::object now = grad_of(PyTuple_GET_ITEM(assigned, 1));
       at::Tensor& gradient = THPVariable_Unpack(tensor.ptr()).mutable_grad();
       before.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));

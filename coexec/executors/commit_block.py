@@ -8,25 +8,16 @@ A library returns memory of its own, so a view that one library makes is no view
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
-from coexec.tracegraph.instructions import reads, registers_in, writes
-from coexec.tracegraph.program import Call, Feed, Instruction, Move, Program, When
-from coexec.tracer.operations import written_positions
+from coexec.executors.aliases import views_in, written_by
+from coexec.tracegraph.instructions import reads, writes
+from coexec.tracegraph.program import Call, Feed, Instruction, Program, When
 
 
 def is_late(instruction: Instruction) -> bool:
     """Whether an instruction is one that waits for the commit; what is copied back at its end is none."""
     return isinstance(instruction, (Call, Feed)) and instruction.when is When.COMMIT
-
-
-def written_by(instruction: Instruction) -> list[int]:
-    """The registers whose memory a call writes."""
-    if not isinstance(instruction, Call):
-        return []
-    positions = written_positions(instruction.target, instruction.args)
-    return [r for p in positions for r in registers_in(instruction.args[p])]
 
 
 def is_apart(program: Program) -> bool:
@@ -36,7 +27,7 @@ def is_apart(program: Program) -> bool:
     else that it reads, or that Python gets, may be on the same memory and come from another library.
     """
     external = {*program.captured.values(), *(i.out for i in program.instructions if isinstance(i, Feed))}
-    views = _views(program)
+    views = views_in(program)
     made_in: dict[int, int] = {}  # the block of a late instruction that makes a register
     written: set[int] = set()  # memory, by the register that made it
     handed: set[int] = set()  # registers that one library gets from another, or from outside
@@ -58,24 +49,3 @@ def _in_blocks(program: Program) -> Iterator[tuple[int, Instruction]]:
     for first, end in program.blocks:
         for instruction in program.instructions[first:end]:
             yield first, instruction
-
-
-def _views(program: Program) -> dict[int, set[int]]:
-    """For each register that is, or may be, a view, what it is a view of in the end."""
-    views: dict[int, set[int]] = defaultdict(set)
-
-    def add(view: int, of: int) -> None:
-        views[view] |= views.get(of, {of})
-
-    for instruction in program.instructions:
-        if isinstance(instruction, Move):
-            for out, source in zip(instruction.outs, instruction.sources, strict=True):
-                add(out, source)
-        elif isinstance(instruction, Call):
-            arguments = zip(instruction.target._schema.arguments, instruction.args, strict=True)
-            viewed = [r for d, a in arguments if d.alias_info is not None for r in registers_in(a)]
-            if any(returned.alias_info is not None for returned in instruction.target._schema.returns):
-                for out in writes(instruction):
-                    for register in viewed:
-                        add(out, register)
-    return dict(views)

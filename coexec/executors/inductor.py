@@ -20,7 +20,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from coexec._native import core
-from coexec.executors.commit_block import is_apart, is_late, written_by
+from coexec.executors.aliases import lost_draws, share_across, views_in, written_by
+from coexec.executors.commit_block import is_apart, is_late
 from coexec.executors.job import (
     TOKEN,
     InputMeta,
@@ -54,6 +55,10 @@ from coexec.tracegraph.trace import Number, TensorMeta
 
 log = logging.getLogger(__name__)
 
+_CHECKS_INDICES = {
+    getattr(torch.ops.aten, name)
+    for name in ("index_select", "index_add", "index_add_", "index_copy", "index_copy_")
+}
 #: Without a functional variant, or without one for tensors that have no memory.
 _NEVER_COMPILED = {
     getattr(torch.ops.aten, name, None)
@@ -140,7 +145,10 @@ def _parts(program: Program) -> dict[int, list[Part]]:
     """By its first instruction, what each block of the program becomes."""
     if program.asks:
         raise Unsupported("a library is compiled for sizes, and values decide about some")
+    if any(r.shadow is not None for r in program.rebased.values()):
+        raise Unsupported("a result views an external tensor on some paths only")
     outside = _uses_outside(program)
+    units: list[list[Instruction]] = []
     written = {r for i in program.instructions if at_commit(i) for r in reads(i)}
     parts: dict[int, list[Part]] = {}
     for first, end in program.blocks:
@@ -159,6 +167,7 @@ def _parts(program: Program) -> dict[int, list[Part]]:
                 continue
             later = {r for s in stretches[position + 1 :] for i in s for r in reads(i)}
             made.append(make_block(program, stretch, outside[first] | later | at_the_end))
+            units.append(stretch)
         # Numbers first: libraries wait for nothing at the commit.
         made += (replace(i, release=()) for i in late if isinstance(i, Feed))
         calls = [i for i in late if isinstance(i, Call)]
@@ -166,6 +175,9 @@ def _parts(program: Program) -> dict[int, list[Part]]:
             needed = outside[first].union(*(reads(i) for i in last))
             made += _commit_block(program, calls, needed)
         parts[first] = [*made, *(replace(i, release=()) for i in last)]
+        units.append(list(calls))
+    if share_across(program, units):
+        raise Unsupported("memory that is written is known by several names outside of a block")
     return parts
 
 
@@ -204,6 +216,7 @@ def _linked(part: Part) -> Instruction:
         random=part.random,
         symbols=part.symbols,
         shapes=shapes,
+        dtypes=tuple(None if m is None else m.dtype for m in part.metas),
         when=part.when,
         written=part.written,
     )
@@ -277,6 +290,8 @@ def make_block(
                 for out, source in zip(instruction.outs, instruction.sources, strict=True):
                     env[out] = env[source]
         defined += writes(instruction)
+    views = views_in(program)
+    needed = needed | lost_draws(body, needed, views)
     outs = tuple(r for r in dict.fromkeys(defined) if r in needed and r in env)
     graph.output((token, *(env[r] for r in outs)))
     module = GraphModule(dict(constants), graph)
@@ -286,7 +301,8 @@ def make_block(
     calls = [i for i in body if isinstance(i, Call)]
     random = any(c.random for c in calls)
     metas = tuple(program.metas.get(r) for r in outs)
-    written = tuple(dict.fromkeys(r for c in calls for r in written_by(c) if r in sources))
+    roots = (m for c in calls for r in written_by(c) for m in (r, *views.get(r, ())))
+    written = tuple(dict.fromkeys(m for m in roots if m in sources))
     return Block(
         module, tuple(sources), outs, len(calls), symbols, tuple(inputs), metas, random, when, written
     )
@@ -308,9 +324,12 @@ def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node],
     if call.target.overloadpacket in _NEVER_COMPILED:
         raise Unsupported(f"{call.target} is a kernel of its own")
     target, args = _with_sizes_as_scalars(*_with_declared_writes(call))
-    numbers = [isinstance(a, Reg) and a.index not in program.metas for a in args]
+    if target.overloadpacket in _CHECKS_INDICES:
+        _emit_check(graph, env[args[2].index])
+    numbers = [_is_number(a, program) for a in args]
     encoded = [encode(a) for a in args]
-    if any(numbers) or any(_list_of_numbers(a, program) for a in args):
+    if any(numbers):
+        encoded = _with_types_of_numbers(graph, call, program, encoded)
         if target in FOREACH:
             each = rewritten_foreach(graph, target, tuple(encoded))
             env.update((out, made) for out, made in zip(call.outs, each, strict=False) if out is not None)
@@ -369,10 +388,73 @@ def _with_sizes_as_scalars(target: Any, args: tuple[Any, ...]) -> tuple[Any, tup
     return target.overloadpacket.Scalar, args
 
 
-def _list_of_numbers(argument: Any, program: Program) -> bool:
-    return isinstance(argument, tuple) and any(
-        isinstance(a, Reg) and a.index not in program.metas for a in argument
-    )
+def _emit_check(graph: Graph, index: Node) -> None:
+    """Kernels refuse negative indices here, where compiled code would count from the end."""
+    inside = graph.call_function(torch.ops.aten.ge.Scalar, (index, 0))
+    every = graph.call_function(torch.ops.aten.all.default, (inside,))
+    graph.call_function(torch.ops.aten._assert_async.msg, (every, "an index is negative"))
+
+
+def _is_number(argument: Any, program: Program) -> bool:
+    """Whether an argument is a number that varies, or a list with one."""
+    if isinstance(argument, tuple):
+        return any(_is_number(a, program) for a in argument)
+    return isinstance(argument, Reg) and argument.index not in program.metas
+
+
+def _with_types_of_numbers(graph: Graph, call: Call, program: Program, encoded: list[Any]) -> list[Any]:
+    """The arguments, with numbers in the types in which kernels compute with them.
+
+    A number does not decide about the type of a result as a tensor without dimensions would.
+    """
+    out = []
+    metas = _metas_of(call, program)
+    if len({m.dtype for m in metas}) != 1:
+        raise Unsupported(f"a varying number in {call.target}")
+    for declared, argument, node in zip(call.target._schema.arguments, call.args, encoded, strict=True):
+        if not _is_number(argument, program):
+            out.append(node)
+            continue
+        several = isinstance(argument, tuple)
+        nodes = [
+            _typed(graph, one, call, declared.name, meta, program, number)
+            for one, meta, number in zip(
+                node if several else [node], metas, argument if several else [argument], strict=False
+            )
+        ]
+        out.append(nodes if several else nodes[0])
+    return out
+
+
+def _metas_of(call: Call, program: Program) -> list[TensorMeta]:
+    """Of a call with numbers that vary, the first argument; of one on lists, those in it."""
+    first = call.args[0] if isinstance(call.args[0], tuple) else (call.args[0],)
+    return [program.metas[r.index] for r in first if isinstance(r, Reg) and r.index in program.metas]
+
+
+def _typed(
+    graph: Graph, node: Any, call: Call, name: str, meta: TensorMeta, program: Program, number: Any
+) -> Any:
+    if not isinstance(node, Node):
+        return node
+    example = next(i.example for i in program.sent_to if isinstance(i, Feed) and i.out == number.index)
+    dtype = torch.result_type(torch.empty((), dtype=meta.dtype), example)
+    if name in (
+        "alpha",
+        "value",
+        "weight",
+    ):  # these are of the result's type, whatever the first argument's is
+        made = [program.metas[o].dtype for o in call.outs if o is not None and o in program.metas]
+        dtype = made[0] if made else meta.dtype
+    if dtype is torch.bfloat16 and meta.shape:
+        dtype = torch.float32  # in which kernels compute
+    if dtype in _NARROW:
+        raise Unsupported(f"a varying number in {call.target} of {dtype}, in which it may not fit")
+    return graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+
+
+#: Kernels check whether a number fits; a conversion does not.
+_NARROW = {torch.float16, torch.int8, torch.int16, torch.int32, torch.uint8, torch.bool}
 
 
 def job_of(block: Block) -> Job:

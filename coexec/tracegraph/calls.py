@@ -240,8 +240,16 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,
-        tensor.is_leaf,
+        _is_leaf(tensor),
     )
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no history; a view that autograd does not want to be used any more has none."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return True
 
 
 _SPECIAL = frozenset({0, 1, -1, 2, -2, 0.5, math.inf, -math.inf})

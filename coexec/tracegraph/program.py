@@ -114,7 +114,8 @@ class Jump:
 class Compiled:
     """Runs a compiled block on symbols in sizes and registers; a `random` one draws random numbers.
 
-    Results whose sizes vary have to have these `shapes`. At the commit a block may write registers.
+    Results have to have these `dtypes`, and those whose sizes vary these `shapes`. At the commit a block may
+    write registers.
     """
 
     library: Any
@@ -124,6 +125,7 @@ class Compiled:
     random: bool = False
     symbols: tuple[int, ...] = ()
     shapes: tuple[tuple[Dimension, ...] | None, ...] = ()
+    dtypes: tuple[torch.dtype | None, ...] = ()
     when: When = When.NOW
     written: tuple[int, ...] = ()
 

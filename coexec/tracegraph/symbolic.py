@@ -19,6 +19,7 @@ import torch
 from coexec.tracegraph import functions
 from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
+from coexec.tracegraph.failing import may_fail
 from coexec.tracegraph.graph import (
     Captured,
     Fed,
@@ -544,8 +545,15 @@ class _Lowering:
             writes=frozenset(memory[self._class(w)] for w in emitted.writes) | state,
             uses=emitted.uses,
             defines=emitted.defines,
-            immediate=isinstance(emitted.instruction, (Fetch, Move)) or _may_fail(emitted.instruction),
+            immediate=self._is_immediate(emitted),
         )
+
+    def _is_immediate(self, emitted: _Emitted) -> bool:
+        instruction = emitted.instruction
+        looks_only = emitted.view and not emitted.writes
+        if isinstance(instruction, Call) and not looks_only:
+            return may_fail(instruction, self.register_metas.get)
+        return isinstance(instruction, (Fetch, Move))
 
     def _with_shadows(self, shadowed: set[Captured | Fed], hoisted: list[int]) -> list[Instruction]:
         """Replaces shadowed external tensors by copies, made where they are bound; hoists."""
@@ -579,17 +587,6 @@ class _Lowering:
             groups[position] = [Move((), ())]
         starts = list(itertools.accumulate((len(g) for g in groups), initial=len(prologue)))
         return prologue + [retargeted(i, starts) for group in groups for i in group]
-
-
-#: In-place operations that check values (indices), so that they may fail in any iteration.
-_CHECK_VALUES = ("index_", "scatter_", "put_", "masked_scatter_", "_index_put_impl_", "embedding_renorm_")
-
-
-def _may_fail(instruction: Instruction) -> bool:
-    """Whether a call may fail on some values: it has to run before anything is committed."""
-    if not isinstance(instruction, Call):
-        return False
-    return instruction.target._schema.name.removeprefix("aten::").startswith(_CHECK_VALUES)
 
 
 def _checked_shape(node: Node, result: Result | None) -> tuple[Dimension, ...] | None:

@@ -551,3 +551,57 @@ def test_memory_that_cpp_fills_without_an_operation():
 
     report = compare(linear, step, 24)
     assert any(c.id == "CX0111" for c in report.causes), report.summary()
+
+
+def index(s, k):
+    s.numbers.add_(1)
+    return s.table[s.numbers]
+
+
+def divide(s, k):
+    s.table.add_(1)
+    s.counts.floor_divide_(torch.tensor([1, 0 if k == 6 else 1]))
+    return s.table.mul_(2)
+
+
+def fill(s, k):
+    return s.half.fill_(20000.0 * (k % 7))
+
+
+@pytest.mark.parametrize("write", [index, divide, fill])
+def test_what_fails_on_values_fails_before_anything_is_committed(write):
+    def make():
+        return SimpleNamespace(
+            table=torch.randn(6, 40),
+            numbers=torch.zeros(2, dtype=torch.long),
+            counts=torch.tensor([64, 64]),
+            half=torch.ones(100, dtype=torch.half),
+        )
+
+    def step(s, k, tape):
+        with tape():
+            result = write(s, k)
+        return result.clone()
+
+    report = compare(make, step, 9)
+
+    assert report.steps["co-execution"] >= 2, report.summary()
+    assert report.steps["fallback"] >= 1, report.summary()
+
+
+NO_GRAD = {
+    "row": lambda p: p[0].fill_(0.5),
+    "flat": lambda p: p.view(-1).mul_(0.5),
+    "transposed": lambda p: p.t().add_(1),
+    "initialized": lambda p: torch.nn.init.zeros_(p[1]),
+    "diagonal": lambda p: p.diagonal().copy_(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", NO_GRAD)
+def test_a_parameter_is_written_through_a_view_without_gradients(name):
+    def step(s, k, tape):
+        with tape(), torch.no_grad():
+            NO_GRAD[name](s.w)
+
+    assert coexecuted(compare(weights("w", size=(3, 3)), step, 6), 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,3 +165,12 @@ def test_running_what_is_looked_at_early_first_equals_program_order(steps, data)
     for i in first:
         assert steps[i].access.uses <= known
         known |= steps[i].access.defines
+
+
+def test_operations_that_never_fail_are_operations():
+    from coexec.tracegraph.failing import _NEVER_FAIL
+
+    names = {name.removeprefix("aten::") for name in _NEVER_FAIL}
+    unknown = {n for n in names if not hasattr(torch.ops.aten, n) and not hasattr(torch.ops.aten, f"{n}_")}
+    newer = {"_fused_rms_norm", "_fused_rms_norm_backward"}
+    assert unknown <= newer
