@@ -58,7 +58,7 @@ NUMBERS = {
     "a float without dimensions": lambda b, n, k: b.sum() * (0.1 * k + 1),
     "integers times a float": lambda b, n, k: n * (0.1 * k + 1.05),
     "integers compared with a float": lambda b, n, k: n > 0.3 * k,
-    "a float in bfloat16": lambda b, n, k: b.bfloat16() * (0.1 * k + 1),
+    "a float in bfloat16": lambda b, n, k: b.bfloat16() * 2.0 ** (k + 2),
 }
 
 
