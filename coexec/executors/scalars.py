@@ -1,7 +1,7 @@
 """Fed numbers in compiled blocks: operations with a scalar argument, rewritten for a scalar tensor.
 
 In:  an operation of which a scalar argument is a register (a number that varies).
-Out: the same computation through operations that take tensors.
+Out: the same computation through operations that take tensors, the number in the type of the kernel.
 
 A compiled block takes tensors only. Each rewrite is what the operation's documentation states.
 """
@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+
+from coexec.executors.job import Unsupported
+from coexec.tracegraph.program import Call, Feed, Program, Reg
+from coexec.tracegraph.trace import Number, TensorMeta
 
 aten = torch.ops.aten
 Rewrite = Callable[[Graph, tuple[Any, ...]], Node]
@@ -149,3 +153,68 @@ def rewritten_foreach(graph: Graph, target: Any, args: tuple[Any, ...]) -> list[
         REWRITES[one](graph, (*(a[i] if isinstance(a, list) else a for a in args), *defaults))
         for i in range(len(args[0]))
     ]
+
+
+def is_number_that_varies(argument: Any, program: Program) -> bool:
+    """Whether an argument is a number that varies, or a list with one."""
+    if isinstance(argument, tuple):
+        return any(is_number_that_varies(a, program) for a in argument)
+    return isinstance(argument, Reg) and argument.index not in program.metas
+
+
+def typed(graph: Graph, call: Call, program: Program, encoded: list[Any]) -> list[Any]:
+    """The arguments, with numbers in the types in which kernels compute with them.
+
+    A number does not decide about the type of a result as a tensor without dimensions would.
+    """
+    out = []
+    metas = _metas_of(call, program)
+    if len({m.dtype for m in metas}) != 1:
+        raise Unsupported(f"a varying number in {call.target}")
+    for declared, argument, node in zip(call.target._schema.arguments, call.args, encoded, strict=True):
+        if not is_number_that_varies(argument, program):
+            out.append(node)
+            continue
+        several = isinstance(argument, tuple)
+        nodes = [
+            _typed_one(graph, one, call, declared.name, meta, program, number)
+            for one, meta, number in zip(
+                node if several else [node], metas, argument if several else [argument], strict=False
+            )
+        ]
+        out.append(nodes if several else nodes[0])
+    return out
+
+
+def _metas_of(call: Call, program: Program) -> list[TensorMeta]:
+    """Of a call with numbers that vary, the first argument; of one on lists, those in it."""
+    first = call.args[0] if isinstance(call.args[0], tuple) else (call.args[0],)
+    return [program.metas[r.index] for r in first if isinstance(r, Reg) and r.index in program.metas]
+
+
+def _typed_one(
+    graph: Graph, node: Any, call: Call, name: str, meta: TensorMeta, program: Program, number: Any
+) -> Any:
+    if not isinstance(node, Node):
+        return node
+    example = next(i.example for i in program.sent_to if isinstance(i, Feed) and i.out == number.index)
+    dtype = torch.result_type(torch.empty((), dtype=meta.dtype), example)
+    if name in _OF_THE_RESULT:
+        made = [program.metas[o].dtype for o in call.outs if o is not None and o in program.metas]
+        dtype = made[0] if made else meta.dtype
+    if dtype is torch.bfloat16 and meta.shape:
+        dtype = torch.float32  # in which kernels compute
+    if dtype in _NARROW:
+        raise Unsupported(f"a varying number in {call.target} of {dtype}, in which it may not fit")
+    return graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+
+
+#: Arguments of the type of the result, whatever the type of the first tensor is.
+_OF_THE_RESULT = {"alpha", "value", "weight"}
+#: Kernels check whether a number fits; a conversion does not.
+_NARROW = {torch.float16, torch.int8, torch.int16, torch.int32, torch.uint8, torch.bool}
+
+
+def dtype_of(number: type[Number]) -> torch.dtype:
+    """The type of the tensor that a number which varies is handed over in."""
+    return torch.float64 if number is float else torch.int64
