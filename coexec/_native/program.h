@@ -52,6 +52,7 @@ struct Instruction {
   std::vector<int64_t> ins;              // Fetch, Move, Compiled
   std::vector<int64_t> symbols;          // Compiled: in sizes
   std::vector<int64_t> written;          // Compiled: registers whose memory it writes
+  std::vector<std::optional<std::vector<int64_t>>> strides;  // Compiled: what results have to have
   std::vector<int64_t> dtypes;           // Compiled: scalar types of its results, -1 = not checked
   int64_t slot = 0;                      // Fetch
   bool copy = false;                     // Fetch: the memory is written later on

@@ -150,6 +150,7 @@ def _linked(part: Part) -> Instruction:
         symbols=part.symbols,
         shapes=shapes,
         dtypes=tuple(None if m is None else m.dtype for m in part.metas),
+        strides=tuple(None if m is None or varies(m.stride) else m.stride for m in part.metas),
         when=part.when,
         written=part.written,
     )

@@ -142,6 +142,7 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
                 "symbols": list(instruction.symbols),
                 "when": int(instruction.when),
                 "written": list(instruction.written),
+                "strides": [None, *(None if s is None else list(s) for s in instruction.strides)],
                 "dtypes": [-1, *(-1 if d is None else core.scalar_type(d) for d in instruction.dtypes)],
                 "shapes": [None, *map(_encode_shape, instruction.shapes)],
                 "outs": [-1, *_or_minus_one(instruction.outs)],  # the token comes first

@@ -114,8 +114,8 @@ class Jump:
 class Compiled:
     """Runs a compiled block on symbols in sizes and registers; a `random` one draws random numbers.
 
-    Results have to have these `dtypes`, and those whose sizes vary these `shapes`. At the commit a block may
-    write registers.
+    Results have to have these `dtypes` and `strides`, and those whose sizes vary these `shapes`. At the
+    commit a block may write registers.
     """
 
     library: Any
@@ -126,6 +126,7 @@ class Compiled:
     symbols: tuple[int, ...] = ()
     shapes: tuple[tuple[Dimension, ...] | None, ...] = ()
     dtypes: tuple[torch.dtype | None, ...] = ()
+    strides: tuple[tuple[Dimension, ...] | None, ...] = ()
     when: When = When.NOW
     written: tuple[int, ...] = ()
 

@@ -122,7 +122,15 @@ def test_memory_with_several_names_stays_one_memory_across_blocks(compute):
     reports_of(run, {"aten"})
 
 
-@pytest.mark.parametrize("nothing", [lambda b: b * torch.ones(40, 40), lambda b: b - torch.zeros(40, 40)])
+NOTHING = {
+    "times one": lambda b: b * torch.ones(40, 40),
+    "minus zero": lambda b: b - torch.zeros(40, 40),
+    "transposed": lambda b: b.t() * torch.ones(40, 40),
+    "expanded": lambda b: b[0].expand(3, 40).clone(memory_format=torch.preserve_format)[:, :5],
+}
+
+
+@pytest.mark.parametrize("nothing", NOTHING.values(), ids=NOTHING)
 def test_a_result_that_equals_an_input_has_memory_of_its_own(nothing):
     def run(tape):
         b, seen = torch.zeros(40, 40), []
