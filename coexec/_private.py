@@ -6,6 +6,7 @@ that changes one fails there first.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -54,6 +55,11 @@ def is_inmost() -> bool:
         return False
     functions, operations = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
     return isinstance(functions[-1], OwnMode) and bool(operations) and isinstance(operations[-1], OwnMode)
+
+
+def is_left_alone(wrapper: Any, function: Any) -> bool:
+    """Whether this is what Dynamo has put in the place of a function that it does not compile."""
+    return getattr(wrapper, "_torchdynamo_disable", False) is True and inspect.unwrap(wrapper) is function
 
 
 def is_profiled() -> bool:

@@ -20,6 +20,7 @@ import contextlib
 import enum
 import functools
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from coexec._private import TRANSFORM_ENTRIES
+from coexec._private import TRANSFORM_ENTRIES, is_left_alone
 from coexec.tracegraph.optimizers import ORIGINALS, Functional
 
 
@@ -160,7 +161,7 @@ def _watched_method(name: str, original: Any) -> Any:
 
 @dataclass
 class _Place:
-    """Where a stand-in goes; if `only` is given, in the place of that and of nothing else."""
+    """Where a stand-in goes; if `only` is given, in the place of that, also where Dynamo has wrapped it."""
 
     owner: Any
     name: str
@@ -171,7 +172,7 @@ class _Place:
 
     def occupy(self) -> None:
         before = self.owner.__dict__.get(self.name, _ABSENT)
-        if self.only is not None and before is not self.only:
+        if self.only is not None and before is not self.only and not is_left_alone(before, self.only):
             return  # what the user has put there is the user's
         if before is not self.before:
             self.before = before
@@ -195,11 +196,10 @@ def _places() -> list[_Place]:
         make = functools.partial(_watched_update, functional)
         found.append(_Place(module, functional.name, make, original))
     methods = [(optim.Optimizer, ZERO_GRAD)]
-    methods += [(cls, INIT_GROUP) for cls in (optim.Adam, optim.SGD, optim.RMSprop, optim.Adagrad)]
+    methods += [(c, INIT_GROUP) for c in (optim.Adam, optim.AdamW, optim.SGD, optim.RMSprop, optim.Adagrad)]
     for owner, name in methods:
-        original = owner.__dict__.get(name)
-        if original is not None:
-            found.append(_Place(owner, name, functools.partial(_watched_method, name), original))
+        original = inspect.unwrap(getattr(owner, name)) if name == INIT_GROUP else owner.__dict__[name]
+        found.append(_Place(owner, name, functools.partial(_watched_method, name), original))
     return found
 
 

@@ -38,6 +38,13 @@ def iterate(weight, steps, **options):
             loss.backward()
 
 
+def computing(weight, steps):
+    """The graph takes longer than Python does until it looks at the result."""
+    for _ in range(steps):
+        with coexec.GradientTape():
+            (weight @ weight @ weight).sum().item()
+
+
 def slowly(weight, steps, **options):
     """Python does nothing for 20 ms between a fetch and what the graph has to be fed."""
     for k in range(steps):
@@ -211,11 +218,11 @@ def test_without_waiting_for_the_end_python_stalls_where_a_result_is_used():
 @needs_spans
 def test_the_files_hold_the_timeline(tmp_path):
     pytest.importorskip("matplotlib")
-    weight = torch.nn.Parameter(torch.ones(2))
-    iterate(weight, 4)
+    weight = torch.ones(600, 600)
+    computing(weight, 4)
 
     with coexec.GradientTape.profile(tmp_path / "new") as profile:
-        iterate(weight, 2)
+        computing(weight, 2)
 
     written = json.loads((tmp_path / "new" / "timeline.json").read_text())
     assert written["traceEvents"] == json.loads(json.dumps(trace_events(profile.timeline)))
