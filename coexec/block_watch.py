@@ -46,8 +46,23 @@ Callback = Callable[[Watched, str, tuple[Any, ...]], contextlib.AbstractContextM
 #: Makes a call of an optimizer's functional form: the form, its arguments.
 Optimizing = Callable[[Functional, tuple[Any, ...], dict[str, Any]], None]
 
-#: Makes a call of an optimizer's method: the original, the optimizer, the arguments.
-Method = Callable[[Callable[..., Any], torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
+
+@dataclass(frozen=True, slots=True)
+class MethodCall:
+    """A call of an optimizer's method."""
+
+    original: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def make(self) -> Any:
+        """Makes it as it is."""
+        return self.original(self.optimizer, *self.args, **self.kwargs)
+
+
+#: Makes a call of an optimizer's method, in its own way.
+Method = Callable[[MethodCall], Any]
 
 ZERO_GRAD, INIT_GROUP = "zero_grad", "_init_group"
 
@@ -154,7 +169,8 @@ def _watched_method(name: str, original: Any) -> Any:
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         watch = _watches.get(threading.get_ident())
         method = None if watch is None else watch.methods.get(name)
-        return original(self, *args, **kwargs) if method is None else method(original, self, args, kwargs)
+        call = MethodCall(original, self, args, kwargs)
+        return call.make() if method is None else method(call)
 
     return watched
 

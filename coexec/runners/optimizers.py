@@ -10,57 +10,45 @@ was a third of the skeleton's time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from coexec._native import core
 from coexec._private import is_inmost, is_profiled
+from coexec.block_watch import MethodCall
 
 if TYPE_CHECKING:
     from coexec.runners.python_runner import PythonRunner
 
-Original = Callable[..., Any]
 
-
-def zero_grad(
-    runner: PythonRunner,
-    original: Original,
-    optimizer: torch.optim.Optimizer,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def zero_grad(runner: PythonRunner, call: MethodCall) -> Any:
     """`Optimizer.zero_grad`: parameters forget their gradients all at once."""
-    asked = (*args, *kwargs.values())
-    plain = asked in ((), (True,)) and kwargs.keys() <= {"set_to_none"}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if plain and _may_shorten(optimizer) and runner.forget_gradients(parameters):
+    asked = (*call.args, *call.kwargs.values())
+    plain = asked in ((), (True,)) and call.kwargs.keys() <= {"set_to_none"}
+    parameters = [p for group in call.optimizer.param_groups for p in group["params"]]
+    if plain and _may_shorten(call.optimizer) and runner.forget_gradients(parameters):
         return None
-    return original(optimizer, *args, **kwargs)
+    return call.make()
 
 
-def init_group(
-    runner: PythonRunner,
-    original: Original,
-    optimizer: torch.optim.Optimizer,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def init_group(runner: PythonRunner, call: MethodCall) -> Any:
     """`_init_group`: collects parameters, gradients and state, while each parameter has its gradient.
 
     That may be a placeholder, which is only looked at.
     """
-    parameters = args[0]["params"] if args else None
+    optimizer = call.optimizer
+    parameters = call.args[0]["params"] if call.args else None
     if parameters.__class__ is list and _may_shorten(optimizer) and _has_state(optimizer, parameters):
         shown = runner.show_gradients(parameters)
         if shown is not None:
             try:
                 with torch._C.DisableTorchFunction():
-                    return original(optimizer, *args, **kwargs)
+                    return call.make()
             finally:
                 core.announce_gradients(*shown)
-    return original(optimizer, *args, **kwargs)
+    return call.make()
 
 
 def _may_shorten(optimizer: torch.optim.Optimizer) -> bool:
