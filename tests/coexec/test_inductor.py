@@ -39,18 +39,22 @@ def make():
     return SimpleNamespace(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2))
 
 
+def step(state, tape, look=lambda loss: None):
+    """A step of training, which looks at something in its end; its loss."""
+    x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    with tape():
+        loss = nn.functional.cross_entropy(state.model(x), y)
+        state.optimizer.zero_grad()
+        loss.backward()
+        state.optimizer.step()
+        look(loss)
+    return loss.detach().item()
+
+
 def train(tape, steps, look=False):
     state, seen = make(), []
     for _ in range(steps):
-        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
-        with tape() as _:
-            loss = nn.functional.cross_entropy(state.model(x), y)
-            state.optimizer.zero_grad()
-            loss.backward()
-            state.optimizer.step()
-            if look:
-                seen.append(loss.item())
-        seen.append(loss.detach().item())
+        seen.append(step(state, tape, (lambda loss: seen.append(loss.item())) if look else lambda loss: None))
     return state, seen
 
 
@@ -148,12 +152,7 @@ def test_parameters_are_written_in_place_at_the_commit():
     memory = [p.data_ptr() for p in state.model.parameters()]
     versions = []
     for _ in range(8):
-        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
-        with coexec.GradientTape(executor="inductor", check=True):
-            loss = nn.functional.cross_entropy(state.model(x), y)
-            state.optimizer.zero_grad()
-            loss.backward()
-            state.optimizer.step()
+        step(state, lambda: coexec.GradientTape(executor="inductor", check=True))
         versions.append([p._version for p in state.model.parameters()])
 
     [report] = coexec.explain().programs
@@ -205,13 +204,7 @@ def test_what_is_read_of_a_parameter_after_its_update_is_the_new_value():
         state, seen = make(), []
         state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1)
         for _ in range(8):
-            x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
-            with tape():
-                loss = nn.functional.cross_entropy(state.model(x), y)
-                state.optimizer.zero_grad()
-                loss.backward()
-                state.optimizer.step()
-                seen.append(state.model[0].weight.norm().item())
+            step(state, tape, lambda loss: seen.append(state.model[0].weight.norm().item()))
         return state, seen
 
     assert_close(run(lambda: coexec.GradientTape(executor="inductor", check=True)), run(eager_tape))
@@ -347,14 +340,8 @@ def test_optimizers_on_lists_of_tensors_with_rates_that_change(name):
         state.optimizer = make_optimizer(state.model.parameters())
         schedule = torch.optim.lr_scheduler.ExponentialLR(state.optimizer, 0.9)
         for _ in range(9):
-            x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
-            with tape():
-                loss = nn.functional.cross_entropy(state.model(x), y)
-                state.optimizer.zero_grad()
-                loss.backward()
-                state.optimizer.step()
+            seen.append(step(state, tape))
             schedule.step()
-            seen.append(loss.item())
         return state, seen
 
     assert_close(run(lambda: coexec.GradientTape(executor="inductor", check=True)), run(eager_tape))
