@@ -397,7 +397,7 @@ void Runner::check_deferred() const {
   std::unordered_set<int64_t> defined;
   for (const Instruction* deferred : deferred_) {
     if (deferred->when == When::CommitLast) continue;
-    for (int64_t reg : deferred->opcode == Opcode::Compiled ? deferred->ins : std::vector<int64_t>()) {
+    for (int64_t reg : deferred->ins) {  // of a compiled block
       TORCH_CHECK(!registers_[reg].isNone() || defined.count(reg),
                   "a compiled block would read a value of another path at the commit");
     }

@@ -142,14 +142,14 @@ class _Builder:
         node = draft.node
         if _identity(event) != _identity(node) or not same_sizes(node.numbers, event.numbers):
             return False
-        candidates = varying(candidate, node.numbers, event.numbers)
+        own = varying(candidate, node.numbers, event.numbers)
+        candidates = list(own)
         if event.backward:  # it uses numbers of the events before it
             for before, earlier in zip(path, trace.events, strict=False):
                 candidates += varying(before, self.drafts[before].node.numbers, earlier.numbers)
         operations = unify(node.operations, event.operations, candidates)
         if operations is None or not _compatible_outputs(node, event):
             return False
-        own = varying(candidate, node.numbers, event.numbers)
         if node.function in functions.INDEXING and unused(own, operations):
             return False
         tried = dict(refs)
@@ -164,7 +164,7 @@ class _Builder:
         )
         if position < len(draft.alternatives):
             if draft.alternatives[position].sources != alternative.sources:
-                if not varying(candidate, node.numbers, event.numbers):  # numbers tell them apart
+                if not own:  # numbers tell them apart
                     self.ambiguous |= {_identity(event)} - self.path_dependent
                 return False
         else:
