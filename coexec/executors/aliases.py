@@ -45,12 +45,13 @@ def views_in(program: Program) -> dict[int, set[int]]:
     return dict(views)
 
 
-def share_across(program: Program, units: Sequence[Sequence[Instruction]]) -> bool:
+def share_across(
+    program: Program, views: Mapping[int, set[int]], units: Sequence[Sequence[Instruction]]
+) -> bool:
     """Whether memory that is written goes by several registers from one unit to another, or to Python.
 
     What is put off to the commit does not count here: nothing that runs before sees what it writes.
     """
-    views = views_in(program)
     unit_of = {r: number for number, unit in enumerate(units) for i in unit for r in writes(i)}
     made_at_the_end = {program.plans[node].outputs[output] for node, output in program.rebased}
     handed: set[int] = set(program.kept - made_at_the_end)

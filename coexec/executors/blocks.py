@@ -15,20 +15,21 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from coexec._native import core
-from coexec.executors.aliases import lost_draws, views_in, written_by
+from coexec.executors.aliases import lost_draws, written_by
 from coexec.executors.job import TOKEN, InputMeta, Job, SymbolInput, Unsupported, make_job
+from coexec.executors.registers import Registers
 from coexec.executors.scalars import (
     FOREACH,
     REWRITES,
     dtype_of,
-    is_number_that_varies,
     rewritten_foreach,
     typed,
 )
 from coexec.executors.sizes import SizeNodes, symbols_of
 from coexec.tracegraph.instructions import reads, writes
 from coexec.tracegraph.numbers import is_number
-from coexec.tracegraph.program import Call, Feed, Fetch, Instruction, Move, Program, Reg, When
+from coexec.tracegraph.program import Call, Feed, Fetch, Instruction, Move, Reg, When
+from coexec.tracegraph.schema import by_schema
 from coexec.tracegraph.sizes import Size
 from coexec.tracegraph.trace import TensorMeta
 
@@ -73,9 +74,10 @@ class Block:
 
 
 def make_block(
-    program: Program, body: Iterable[Instruction], needed: set[int], when: When = When.NOW
+    registers: Registers, body: Iterable[Instruction], needed: set[int], when: When = When.NOW
 ) -> Block:
     """The FX graph of a stretch of instructions; `needed` are the registers that others read."""
+    program, views = registers.program, registers.views
     graph = Graph()
     constants: dict[str, torch.Tensor] = {}
     env: dict[int, Node] = {}
@@ -109,7 +111,7 @@ def make_block(
     for instruction in body:
         match instruction:
             case Call():
-                _emit_call(graph, instruction, program, env, encode)
+                _emit_call(graph, instruction, registers, env, encode)
             case Feed():
                 token, env[instruction.out] = _emit_feed(graph, token, instruction, sizes)
             case Fetch():
@@ -119,14 +121,13 @@ def make_block(
                 for out, source in zip(instruction.outs, instruction.sources, strict=True):
                     env[out] = env[source]
         defined += writes(instruction)
-    views = views_in(program)
     needed = needed | lost_draws(body, needed, views)
     outs = tuple(r for r in dict.fromkeys(defined) if r in needed and r in env)
     graph.output((token, *(env[r] for r in outs)))
     module = GraphModule(dict(constants), graph)
     local = {symbol: index for index, symbol in enumerate(symbols)}
     inputs: list[InputMeta | SymbolInput] = [TOKEN, *(SymbolInput.of(program.symbols[s]) for s in symbols)]
-    inputs += [_input_meta(r, program, local) for r in sources]
+    inputs += [_input_meta(r, registers, local) for r in sources]
     calls = [i for i in body if isinstance(i, Call)]
     random = any(c.random for c in calls)
     metas = tuple(program.metas.get(r) for r in outs)
@@ -137,24 +138,21 @@ def make_block(
     )
 
 
-def _input_meta(register: int, program: Program, symbols: Mapping[int, int]) -> InputMeta:
-    meta = program.metas.get(register)
-    if meta is not None:
-        return InputMeta.of(meta, symbols)
-    [number] = {type(i.example) for i in program.instructions if isinstance(i, Feed) and i.out == register}
-    return InputMeta((), (), dtype_of(number), "cpu")
+def _input_meta(register: int, registers: Registers, symbols: Mapping[int, int]) -> InputMeta:
+    if register in registers.numbers:
+        return InputMeta((), (), dtype_of(registers.numbers[register]), "cpu")
+    return InputMeta.of(registers.program.metas[register], symbols)
 
 
-def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node], encode: Any) -> None:
+def _emit_call(graph: Graph, call: Call, registers: Registers, env: dict[int, Node], encode: Any) -> None:
     if call.target.overloadpacket in _NEVER_COMPILED:
         raise Unsupported(f"{call.target} is a kernel of its own")
     target, args = _with_sizes_as_scalars(*_with_declared_writes(call))
     if target.overloadpacket in _CHECKS_INDICES:
         _emit_check(graph, encode(args[2]))
-    numbers = [is_number_that_varies(a, program) for a in args]
     encoded = [encode(a) for a in args]
-    if any(numbers):
-        encoded = typed(graph, call, program, encoded)
+    if registers.holds_number(args):
+        encoded = typed(graph, call, registers, encoded)
         if target in FOREACH:
             each = rewritten_foreach(graph, target, tuple(encoded))
             env.update((out, made) for out, made in zip(call.outs, each, strict=False) if out is not None)
@@ -163,12 +161,7 @@ def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node],
             raise Unsupported(f"a varying number in {target}")
         result = REWRITES[target](graph, tuple(encoded))
     else:
-        positional, keywords = [], {}
-        for argument, value in zip(target._schema.arguments, encoded, strict=True):
-            if not argument.kwarg_only:
-                positional.append(value)
-            elif value != argument.default_value or isinstance(value, Node):
-                keywords[argument.name] = value
+        positional, keywords = by_schema(target, encoded)
         result = graph.call_function(target, tuple(positional), keywords)
     if len(target._schema.returns) == 1 and str(target._schema.returns[0].type) == "Tensor":
         if call.outs and call.outs[0] is not None:
@@ -181,7 +174,7 @@ def _emit_call(graph: Graph, call: Call, program: Program, env: dict[int, Node],
 
 def _emit_feed(graph: Graph, token: Node, feed: Feed, sizes: SizeNodes) -> tuple[Node, Node]:
     if is_number(feed.example):
-        dtype = dtype_of(type(feed.example))
+        dtype = dtype_of(feed.example)
         size, stride, device = [], [], torch.device("cpu")
     else:
         meta: TensorMeta = feed.example

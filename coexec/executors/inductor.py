@@ -19,9 +19,10 @@ from coexec.executors.aliases import share_across
 from coexec.executors.blocks import Block, job_of, make_block
 from coexec.executors.commit_block import is_apart, is_late
 from coexec.executors.job import Job, Unsupported, compiled, kernel_threads
+from coexec.executors.registers import Registers, registers_of
 from coexec.executors.sizes import before_late_symbols
 from coexec.tracegraph.graph import TraceGraph
-from coexec.tracegraph.instructions import at_commit, reads, retargeted
+from coexec.tracegraph.instructions import at_commit, reads, spliced
 from coexec.tracegraph.program import Call, Compiled, CompiledBlock, Feed, Fetch, Instruction, Program, When
 from coexec.tracegraph.sizes import varies
 from coexec.tracegraph.symbolic import SharedShadow, lower
@@ -57,10 +58,18 @@ def compile_blocks(graph: TraceGraph) -> Program:
         raise Unsupported("compiled blocks need the native GraphRunner, which was not built")
     program = lowered(graph)
     parts = _parts(program)
-    linked = {first: [_linked(part) for part in made] for first, made in parts.items()}
+    ends = dict(program.blocks)
+    linked = {first: (ends[first], [_linked(part) for part in made]) for first, made in parts.items()}
     made = tuple(block for part in parts.values() for block in _described(part))
-    whole = _spliced(program, linked)
-    return replace(whole, compiled=made, uncompiled=program.instructions, threads=kernel_threads())
+    instructions = [replace(i, release=()) for i in spliced(program.instructions, linked)]
+    return replace(
+        program,
+        instructions=tuple(instructions),
+        blocks=(),
+        compiled=made,
+        uncompiled=program.instructions,
+        threads=kernel_threads(),
+    )
 
 
 def jobs(graph: TraceGraph) -> list[Job]:
@@ -80,6 +89,7 @@ def _parts(program: Program) -> dict[int, list[Part]]:
         raise Unsupported("a library is compiled for sizes, and values decide about some")
     if any(r.shadow is not None for r in program.rebased.values()):
         raise Unsupported("a result views an external tensor on some paths only")
+    registers = registers_of(program)
     outside = _uses_outside(program)
     units: list[list[Instruction]] = []
     written = {r for i in program.instructions if at_commit(i) for r in reads(i)}
@@ -96,31 +106,31 @@ def _parts(program: Program) -> dict[int, list[Part]]:
         made: list[Part] = []
         for position, stretch in enumerate(stretches):
             if not _is_worth_compiling(stretch, written):
-                made += (replace(i, release=()) for i in stretch)
+                made += stretch
                 continue
             later = {r for s in stretches[position + 1 :] for i in s for r in reads(i)}
-            made.append(make_block(program, stretch, outside[first] | later | at_the_end))
+            made.append(make_block(registers, stretch, outside[first] | later | at_the_end))
             units.append(stretch)
         # Numbers first: libraries wait for nothing at the commit.
-        made += (replace(i, release=()) for i in late if isinstance(i, Feed))
+        made += (i for i in late if isinstance(i, Feed))
         calls = [i for i in late if isinstance(i, Call)]
         if calls:
             needed = outside[first].union(*(reads(i) for i in last))
-            made += _commit_block(program, calls, needed)
-        parts[first] = [*made, *(replace(i, release=()) for i in last)]
+            made += _commit_block(registers, calls, needed)
+        parts[first] = [*made, *last]
         units.append(list(calls))
-    if share_across(program, units):
+    if share_across(registers.program, registers.views, units):
         raise Unsupported("memory that is written is known by several names outside of a block")
     return parts
 
 
-def _commit_block(program: Program, calls: list[Call], needed: set[int]) -> list[Part]:
+def _commit_block(registers: Registers, calls: list[Call], needed: set[int]) -> list[Part]:
     """What is put off as a block, or as it is where it cannot be compiled."""
     try:
-        return [make_block(program, calls, needed, When.COMMIT)]
+        return [make_block(registers, calls, needed, When.COMMIT)]
     except Unsupported as error:
         log.info("%d operations at the commit run by aten: %s", len(calls), error)
-        return [replace(call, release=()) for call in calls]
+        return list(calls)
 
 
 def _blocks(parts: dict[int, list[Part]]) -> list[Block]:
@@ -184,21 +194,3 @@ def _uses_outside(program: Program) -> dict[int, set[int]]:
         others = (*program.instructions[:first], *program.instructions[end:])
         out[first] = set(program.kept).union(*(reads(i) for i in others))
     return out
-
-
-def _spliced(program: Program, replaced: dict[int, list[Instruction]]) -> Program:
-    """The program with some blocks replaced, its jumps pointing where they did."""
-    ends = dict(program.blocks)
-    out: list[Instruction] = []
-    starts: dict[int, int] = {}
-    position = 0
-    while position < len(program.instructions):
-        starts[position] = len(out)
-        if position in replaced:
-            out += replaced[position]
-            position = ends[position]
-        else:
-            out.append(replace(program.instructions[position], release=()))
-            position += 1
-    starts[position] = len(out)
-    return replace(program, instructions=tuple(retargeted(i, starts) for i in out), blocks=())

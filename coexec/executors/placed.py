@@ -21,8 +21,9 @@ import networkx as nx
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from coexec.tracegraph.instructions import at_commit, reads, retargeted, with_releases, writes
+from coexec.tracegraph.instructions import at_commit, reads, spliced, with_releases, writes
 from coexec.tracegraph.program import Call, CompiledBlock, Instruction, Program, Reg, When
+from coexec.tracegraph.schema import by_schema
 from coexec.tracegraph.sizes import fixed, varies
 from placement.capture import without_values
 from placement.graph import TensorSpec
@@ -43,29 +44,16 @@ def place_blocks(program: Program) -> Program:
     if program.asks:
         return program  # backends are measured on sizes, and values decide about some
     written = _written(program)
-    replaced: dict[int, tuple[int, Instruction]] = {}
+    replaced: dict[int, tuple[int, list[Instruction]]] = {}
     sizes = []
     for first, end in _stretches(program, written):
         body = [i for i in program.instructions[first:end] if isinstance(i, Call)]
         module, sources, outs = _graph(program, body, _needed(program, first, end))
-        replaced[first] = (end, _call(_placed(module), sources, outs))
+        replaced[first] = (end, [_call(_placed(module), sources, outs)])
         sizes.append(CompiledBlock(len(body), 0, "placed"))
     if not replaced:
         return program
-    instructions: list[Instruction] = []
-    starts: dict[int, int] = {}
-    position = 0
-    while position < len(program.instructions):
-        starts[position] = len(instructions)
-        if position in replaced:
-            position, call = replaced[position]
-            instructions.append(call)
-        else:
-            instructions.append(program.instructions[position])
-            position += 1
-    starts[position] = len(instructions)
-    moved = [retargeted(i, starts) for i in instructions]
-    released = with_releases(moved, program.kept)
+    released = with_releases(spliced(program.instructions, replaced), program.kept)
     return replace(program, instructions=released, blocks=(), compiled=tuple(sizes))
 
 
@@ -163,12 +151,7 @@ def _emit(graph: Graph, call: Call, env: dict[int, Node], value: Callable[[int],
             return env[argument.index]
         return [encode(a) for a in argument] if isinstance(argument, tuple) else argument
 
-    positional, keywords = [], {}
-    for declared, argument in zip(call.target._schema.arguments, map(encode, call.args), strict=True):
-        if not declared.kwarg_only:
-            positional.append(argument)
-        elif isinstance(argument, Node) or argument != declared.default_value:
-            keywords[declared.name] = argument
+    positional, keywords = by_schema(call.target, map(encode, call.args))
     node = graph.call_function(call.target, tuple(positional), keywords)
     values = [None if o is None else value(o) for o in call.outs]
     returns = call.target._schema.returns

@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from coexec.executors.job import Unsupported
-from coexec.tracegraph.program import Call, Feed, Program, Reg
+from coexec.executors.registers import Registers
+from coexec.tracegraph.program import Call, Reg
 from coexec.tracegraph.trace import Number, TensorMeta
 
 aten = torch.ops.aten
@@ -155,29 +156,22 @@ def rewritten_foreach(graph: Graph, target: Any, args: tuple[Any, ...]) -> list[
     ]
 
 
-def is_number_that_varies(argument: Any, program: Program) -> bool:
-    """Whether an argument is a number that varies, or a list with one."""
-    if isinstance(argument, tuple):
-        return any(is_number_that_varies(a, program) for a in argument)
-    return isinstance(argument, Reg) and argument.index not in program.metas
-
-
-def typed(graph: Graph, call: Call, program: Program, encoded: list[Any]) -> list[Any]:
+def typed(graph: Graph, call: Call, registers: Registers, encoded: list[Any]) -> list[Any]:
     """The arguments, with numbers in the types in which kernels compute with them.
 
     A number does not decide about the type of a result as a tensor without dimensions would.
     """
     out = []
-    metas = _metas_of(call, program)
+    metas = _metas_of(call, registers)
     if len({m.dtype for m in metas}) != 1:
         raise Unsupported(f"a varying number in {call.target}")
     for declared, argument, node in zip(call.target._schema.arguments, call.args, encoded, strict=True):
-        if not is_number_that_varies(argument, program):
+        if not registers.holds_number(argument):
             out.append(node)
             continue
         several = isinstance(argument, tuple)
         nodes = [
-            _typed_one(graph, one, call, declared.name, meta, program, number)
+            _typed_one(graph, one, call, declared.name, meta, registers, number)
             for one, meta, number in zip(
                 node if several else [node], metas, argument if several else [argument], strict=False
             )
@@ -186,21 +180,22 @@ def typed(graph: Graph, call: Call, program: Program, encoded: list[Any]) -> lis
     return out
 
 
-def _metas_of(call: Call, program: Program) -> list[TensorMeta]:
+def _metas_of(call: Call, registers: Registers) -> list[TensorMeta]:
     """Of a call with numbers that vary, the first argument; of one on lists, those in it."""
     first = call.args[0] if isinstance(call.args[0], tuple) else (call.args[0],)
-    return [program.metas[r.index] for r in first if isinstance(r, Reg) and r.index in program.metas]
+    metas = registers.program.metas
+    return [metas[r.index] for r in first if isinstance(r, Reg) and r.index in metas]
 
 
 def _typed_one(
-    graph: Graph, node: Any, call: Call, name: str, meta: TensorMeta, program: Program, number: Any
+    graph: Graph, node: Any, call: Call, name: str, meta: TensorMeta, registers: Registers, number: Any
 ) -> Any:
     if not isinstance(node, Node):
         return node
-    example = next(i.example for i in program.sent_to if isinstance(i, Feed) and i.out == number.index)
-    dtype = torch.result_type(torch.empty((), dtype=meta.dtype), example)
+    metas = registers.program.metas
+    dtype = torch.result_type(torch.empty((), dtype=meta.dtype), registers.numbers[number.index])
     if name in _OF_THE_RESULT:
-        made = [program.metas[o].dtype for o in call.outs if o is not None and o in program.metas]
+        made = [metas[o].dtype for o in call.outs if o is not None and o in metas]
         dtype = made[0] if made else meta.dtype
     if dtype is torch.bfloat16 and meta.shape:
         dtype = torch.float32  # in which kernels compute
@@ -215,6 +210,6 @@ _OF_THE_RESULT = {"alpha", "value", "weight"}
 _NARROW = {torch.float16, torch.int8, torch.int16, torch.int32, torch.uint8, torch.bool}
 
 
-def dtype_of(number: type[Number]) -> torch.dtype:
+def dtype_of(number: Number) -> torch.dtype:
     """The type of the tensor that a number which varies is handed over in."""
-    return torch.float64 if number is float else torch.int64
+    return torch.float64 if isinstance(number, float) else torch.int64

@@ -31,6 +31,7 @@ from coexec.tracegraph.program import (
     Switch,
     When,
 )
+from coexec.tracegraph.schema import by_schema
 from coexec.tracegraph.sizes import Size, value_of
 
 
@@ -263,9 +264,8 @@ class InterpretedRunner:
             return  # the tensor was not bound on this path
         try:
             torch.set_grad_enabled(call.grad_mode)
-            returned = call.target(
-                *(self._resolve(a) for a in call.args[: _positional(call)]), **self._keywords(call)
-            )
+            positional, keywords = by_schema(call.target, map(self._resolve, call.args))
+            returned = call.target(*positional, **keywords)
         except Exception as e:
             raise RuntimeError(
                 f"{call.target} failed in the GraphRunner (from {describe(call.location)}): {e}"
@@ -280,11 +280,6 @@ class InterpretedRunner:
                         f"where traces had {shape}"
                     )
                 self._values[out] = value
-
-    def _keywords(self, call: Call) -> dict[str, Any]:
-        arguments = call.target._schema.arguments
-        first = _positional(call)
-        return {a.name: self._resolve(v) for a, v in zip(arguments[first:], call.args[first:], strict=True)}
 
     def _resolve(self, argument: Any) -> Any:
         if isinstance(argument, Reg):
@@ -310,7 +305,3 @@ class InterpretedRunner:
         if self._cancelled:
             raise Cancelled
         return self._symbols[symbol]
-
-
-def _positional(call: Call) -> int:
-    return sum(not a.kwarg_only for a in call.target._schema.arguments)

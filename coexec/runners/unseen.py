@@ -23,6 +23,7 @@ from coexec.tracegraph.calls import flat, meta_of, unflatten
 from coexec.tracegraph.functions import INDEXING
 from coexec.tracegraph.graph import Node, TraceGraph, external_metas, symbols_of
 from coexec.tracegraph.numbers import fed_numbers
+from coexec.tracegraph.schema import by_schema
 from coexec.tracegraph.size_generic import SIZE_GENERIC
 from coexec.tracegraph.sizes import Size, symbols_in, value_of
 from coexec.tracegraph.trace import (
@@ -185,17 +186,12 @@ def _metas(node: Node) -> Iterator[TensorMeta]:
 
 def _called(operation: Operation, argument: Callable[[Any], Any]) -> Any:
     """The operation on tensors without memory, which draws nothing."""
-    positional, keywords = [], {}
-    for declared, a in zip(operation.target._schema.arguments, operation.args, strict=True):
-        value = argument(a)
-        if declared.name == "device":
-            value = torch.device("meta")
-        elif declared.name == "generator":
-            value = None
-        if declared.kwarg_only:
-            keywords[declared.name] = value
-        else:
-            positional.append(value)
+    instead = {"device": torch.device("meta"), "generator": None}
+    values = [
+        instead[declared.name] if declared.name in instead else argument(a)
+        for declared, a in zip(operation.target._schema.arguments, operation.args, strict=True)
+    ]
+    positional, keywords = by_schema(operation.target, values)
     returned = operation.target(*positional, **keywords)
     return returned if operation.target._schema.returns else ()
 

@@ -6,7 +6,7 @@ Out: other instructions; nothing here knows the TraceGraph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -99,6 +99,22 @@ def shifted(instruction: Instruction, offset: int) -> Instruction:
         case Switch():
             return replace(instruction, targets=tuple(t + offset for t in instruction.targets))
     return instruction
+
+
+def spliced(
+    instructions: Sequence[Instruction], replaced: Mapping[int, tuple[int, Sequence[Instruction]]]
+) -> list[Instruction]:
+    """Instructions with stretches, from a first to before an end, replaced; jumps point where they did."""
+    out: list[Instruction] = []
+    starts: dict[int, int] = {}
+    position = 0
+    while position < len(instructions):
+        starts[position] = len(out)
+        end, stretch = replaced.get(position, (position + 1, (instructions[position],)))
+        out += stretch
+        position = end
+    starts[position] = len(out)
+    return [retargeted(i, starts) for i in out]
 
 
 def with_releases(instructions: Sequence[Instruction], kept: frozenset[int]) -> tuple[Instruction, ...]:
