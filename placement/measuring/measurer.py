@@ -86,13 +86,22 @@ class Measurer:
             return found
         return refused(backend, self.segment(mask))
 
-    def measure(self, mask: int, backends: Sequence[Backend]) -> dict[str, Measurement]:
-        """Measures a segment on backends, against each other, and logs it."""
+    def measure(
+        self, mask: int, backends: Sequence[Backend], deadline: float = float("inf")
+    ) -> dict[str, Measurement]:
+        """Measures a segment on backends, against each other, and logs it.
+
+        Backends whose turn to compile comes after the deadline (of `time.perf_counter`) are left out.
+        """
+        if time.perf_counter() > deadline:
+            return {}
         segment = self.segment(mask)
         results: dict[str, Measurement] = {}
         runs: dict[str, Run] = {}
         inputs = self.examples.inputs(segment)
         for backend in backends:
+            if time.perf_counter() > deadline:
+                break
             trial = self._trial(backend, segment, inputs)
             if trial.run is None:
                 assert trial.failure is not None
@@ -106,7 +115,8 @@ class Measurer:
         self.spent.measuring_s += time.perf_counter() - started
         self.spent.measured += len(results)
         for backend in backends:
-            self.costs.put(self.key(backend, mask), results[backend.name], segment.title)
+            if backend.name in results:
+                self.costs.put(self.key(backend, mask), results[backend.name], segment.title)
         return results
 
     def _compare(self, runs: list[Run], inputs: list[torch.Tensor]) -> list[Measurement]:

@@ -9,7 +9,6 @@ first: the whole graph on each backend, blocks and the largest fused groups, the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -106,11 +105,10 @@ def _run(job: _Job, measurer: Measurer, costs: Costs, deadline: float = float("i
             costs.of.update({(backend.name, mask): known for mask in job.masks})
     if not missing:
         return
-    if time.perf_counter() > deadline:
-        costs.unmeasured += len(missing) * len(job.masks)
-        return
-    for name, result in measurer.measure(job.masks[0], missing).items():
+    measured = measurer.measure(job.masks[0], missing, deadline)
+    for name, result in measured.items():
         costs.of.update({(name, mask): result for mask in job.masks})
+    costs.unmeasured += (len(missing) - len(measured)) * len(job.masks)
 
 
 def _jobs(

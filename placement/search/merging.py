@@ -6,7 +6,6 @@ parts' costs: it is compiled and measured as one (Collage, section 2.4.3).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from placement.backends.base import Backend
@@ -49,8 +48,8 @@ def _cost(
     if (part.backend, part.mask) not in costs.of:
         known = measurer.known(backend, part.mask)
         if known is None:
-            if time.perf_counter() > deadline:
-                return None
-            known = measurer.measure(part.mask, [backend])[backend.name]
+            known = measurer.measure(part.mask, [backend], deadline).get(backend.name)
+        if known is None:
+            return None
         costs.of[part.backend, part.mask] = known
     return costs.of[part.backend, part.mask]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -122,6 +123,31 @@ def test_the_graph_level_search_runs_within_its_time(quick, block):
     report = placement.optimize(model, examples, registry=registry(), protocol=quick, budget_s=20).report()
     assert report.stopped in ("saturated", "time", "generations")
     assert report.steps[-1].best <= 1.0
+
+
+def test_once_the_time_is_up_no_further_backend_compiles_for_the_segment_at_hand(quick, block, monkeypatch):
+    late, real = [0.0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + late[0])
+
+    class Slow(ChannelsLast):
+        def compile(self, lowered, segment):
+            late[0] += 1000.0
+            return super().compile(lowered, segment)
+
+    class AsSlow(Slow):
+        name = "as-slow"
+
+    report = placement.optimize(
+        *block,
+        protocol=quick,
+        registry=Registry([Aten(), Slow(), AsSlow()]),
+        log=None,
+        level="op",
+        budget_s=100,
+    ).report()
+    assert 1000.0 < report.times.op_level_s < 2000.0  # one compilation
+    assert any("the time was up" in note for note in report.notes)
+    assert {"single aten-channels-last", "single as-slow"} <= set(report.measured)  # never worse than these
 
 
 def test_without_deap_the_search_ends_at_op_level_and_says_so(quick, block, monkeypatch):
