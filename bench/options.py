@@ -94,6 +94,17 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
+def seconds(text: str) -> float:
+    """Parse a time that is not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0")
+    return value
+
+
 def modes(text: str) -> tuple[Mode, ...]:
     """Parse modes that are separated by commas; eager is added, because all else is compared with it."""
     names = [name.strip() for name in text.split(",")]

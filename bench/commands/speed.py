@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from bench.modes import EXECUTORS, Executor
-from bench.options import program_name, say, whole
+from bench.options import program_name, say, seconds, whole
 from bench.program import PRESETS, missing_packages
 from bench.programs import PROGRAMS
 from bench.records import Result, record, write_record
@@ -81,7 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--round-steps",
         type=whole(1),
         default=10,
-        help="training steps of each mode in a round (default: %(default)s)",
+        help="training steps of each mode in a round, at least (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--round-seconds",
+        type=seconds,
+        default=0.25,
+        metavar="S",
+        help="that eager takes for a round, at least (default: %(default)s)",
     )
     parser.add_argument(
         "--rounds",
@@ -136,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure each program, write the record after each, print the tables; the status says if all ran."""
     began = time.monotonic()
     setup = Setup(options.preset, options.seed, options.threads, options.amp, options.channels_last)
-    plan = Plan(options.warmup, options.round_steps, options.rounds)
+    plan = Plan(options.warmup, options.round_steps, options.rounds, options.round_seconds)
     entries = {name: contenders(name, options.modes, options.executors) for name in options.programs}
     if options.prepare:
         return _prepare([c for cs in entries.values() for c in cs], setup, plan)

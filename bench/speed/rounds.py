@@ -6,7 +6,9 @@ machine that becomes slower does so for all. What fails, or is not ready in time
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +33,12 @@ class Plan:
     warm_up: int
     """Steps of each contender that are not measured."""
     round_steps: int
+    """The least steps of each contender in a round."""
     rounds: int
     """The most; fewer when the time is up."""
+    round_s: float = 0.0
+    """Seconds that eager takes for a round at least: in a turn of a few milliseconds most of the time goes
+    into caches and threads that other processes had."""
 
 
 @dataclass(slots=True)
@@ -81,16 +87,25 @@ def measure(
         if turn.error and turn.error.startswith("not done"):
             turn.error = f"warm-up {turn.error}: a larger --budget, or --prepare before, lets it take part"
         tick(f"{turn.contender.program} {turn.contender.title}")
+    steps = round_steps(plan, turns[0].taken)
     for index in range(plan.rounds):
         if index >= LEAST_ROUNDS and time.monotonic() - began > seconds:
             break
         first = index % len(turns)
         for turn in (*turns[first:], *turns[:first]):
             if turn.worker is not None:
-                turn.step(lambda worker: worker.take(plan.round_steps, measured=True))
+                turn.step(lambda worker: worker.take(steps, measured=True))
         tick(f"{turns[0].contender.program} round {index + 1}")
     load.append(os.getloadavg()[0])
     return [_result(turn, setup, load) for turn in turns]
+
+
+def round_steps(plan: Plan, warm_up: Sequence[Steps]) -> int:
+    """Return the steps of each round, given the warm-up of the first contender."""
+    if not warm_up:
+        return plan.round_steps
+    settled = warm_up[0].step_ms[len(warm_up[0].step_ms) // 2 :]
+    return max(plan.round_steps, math.ceil(1e3 * plan.round_s / statistics.median(settled)))
 
 
 def prepare(

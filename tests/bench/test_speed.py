@@ -8,9 +8,9 @@ from bench.cli import main
 from bench.program import missing_packages
 from bench.programs import PROGRAMS
 from bench.speed.contenders import SPEED_MODES, Contender, Setup, compile_options, contenders, start
-from bench.speed.rounds import Plan, measure
+from bench.speed.rounds import Plan, measure, round_steps
 from bench.speed.summary import conclusions, detail_rows, speed, speed_rows
-from bench.speed.worker import Worker, WorkerError
+from bench.speed.worker import Steps, Worker, WorkerError
 
 TINY = Setup("tiny", seed=0, threads=1)
 
@@ -115,6 +115,16 @@ def test_of_results_without_eager_nothing_is_concluded():
     assert speed_rows([result("a", "coexec", [1.0], "aten")])[1][0][1] == "fails"
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "steps"),
+    [((900.0, 2.0, 2.0, 2.0), 125), ((900.0, 20.0, 20.0, 20.0), 13), ((900.0, 50.0, 50.0, 50.0), 10)],
+)
+def test_rounds_have_as_many_steps_as_eager_needs_for_their_time_but_never_too_few(step_ms, steps):
+    assert round_steps(Plan(4, 10, 3, round_s=0.25), [Steps(step_ms, 0.0)]) == steps
+    assert round_steps(Plan(4, 10, 3), [Steps(step_ms, 0.0)]) == 10
+    assert round_steps(Plan(4, 10, 3, round_s=0.25), []) == 10
+
+
 def test_what_fails_is_a_result_with_its_error():
     ticks = []
 
@@ -192,7 +202,22 @@ def test_programs_take_turns_and_the_report_is_made_of_the_record(tmp_path, caps
     out = tmp_path / "speed.json"
     some = ["--programs", "mlp", "--preset", "tiny", "--modes", "coexec", "--executors", "aten"]
 
-    status = main(["speed", *some, "--rounds", "2", "--warmup", "12", "--threads", "1", "--out", str(out)])
+    status = main(
+        [
+            "speed",
+            *some,
+            "--rounds",
+            "2",
+            "--round-seconds",
+            "0",
+            "--warmup",
+            "12",
+            "--threads",
+            "1",
+            "--out",
+            str(out),
+        ]
+    )
 
     assert status == 0
     written = json.loads(out.read_text())
