@@ -1,6 +1,7 @@
 // Python bindings, and the operators through which a compiled block feeds and fetches.
 #include "entry.h"
 #include "kernel_threads.h"
+#include "library.h"
 #include "location.h"
 #include "queue.h"
 #include "runner.h"
@@ -60,10 +61,6 @@ TORCH_LIBRARY_IMPL(coexec, CompositeExplicitAutograd, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  using Library = torch::inductor::AOTIModelPackageLoader;
-  py::class_<Library, std::shared_ptr<Library>>(m, "Library").def(py::init([](const std::string& path) {
-    return std::make_shared<Library>(path);
-  }));
   m.def("scalar_type", [](const py::object& dtype) {
     return static_cast<int64_t>(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
   });
@@ -96,6 +93,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("take_spans", [](Runner& r) { return r.spans().take(); })
       .def("value", [](Runner& r, int64_t reg) { return torch::jit::toPyObject(r.value(reg)); });
   m.def("release_kernel_threads", &coexec::release_kernel_threads);
+  coexec::bind_library(m);
   coexec::bind_location(m);
   coexec::bind_entry(m);
   coexec::bind_walker(m);

@@ -145,7 +145,7 @@ Instruction parse_instruction(const py::dict& d) {
   } else if (out.opcode == Opcode::Compiled) {
     out.strides = d["strides"].cast<std::vector<std::optional<std::vector<int64_t>>>>();
     out.dtypes = d["dtypes"].cast<std::vector<int64_t>>();
-    out.library = d["library"].cast<std::shared_ptr<torch::inductor::AOTIModelPackageLoader>>();
+    out.library = d["library"].cast<std::shared_ptr<Library>>();
   }
   return out;
 }

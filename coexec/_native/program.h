@@ -4,12 +4,12 @@
 // Out: a Program, immutable once built, that any number of iterations run.
 #pragma once
 
+#include "library.h"
 #include "sizes.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <pybind11/pybind11.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <functional>
 #include <memory>
@@ -58,7 +58,7 @@ struct Instruction {
   bool copy = false;                     // Fetch: the memory is written later on
   bool draws = false;                    // Call, Compiled: random numbers
   std::vector<int64_t> targets;          // Switch, Jump: instruction indices
-  std::shared_ptr<torch::inductor::AOTIModelPackageLoader> library;  // Compiled
+  std::shared_ptr<Library> library;      // Compiled
   std::vector<int64_t> release;          // registers that nobody reads afterwards
   std::string where;                     // the user's line, for error messages
 };

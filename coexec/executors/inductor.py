@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from coexec._native import core
 from coexec.executors.aliases import share_across
@@ -147,10 +148,15 @@ def _described(parts: list[Part]) -> Iterator[CompiledBlock]:
         yield CompiledBlock(left, left, "aten")
 
 
+def library_of(block: Block) -> Any:
+    """A block's library, compiled now if it is not on disk."""
+    return core.Library(str(compiled(job_of(block))))
+
+
 def _linked(part: Part) -> Instruction:
     if not isinstance(part, Block):
         return part
-    library = core.Library(str(compiled(job_of(part))))
+    library = library_of(part)
     shapes = tuple(m.shape if m is not None and varies(m.shape) else None for m in part.metas)
     return Compiled(
         library,

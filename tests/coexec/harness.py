@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import operator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -152,7 +153,7 @@ def nothing():
     return SimpleNamespace(log=[])
 
 
-def difference(a, b, path="it"):
+def difference(a, b, path="it", same=operator.eq):
     """Where two observations differ first."""
     if type(a) is not type(b):
         return f"{path}: eager {a!r}, co-executed {b!r}"
@@ -167,8 +168,8 @@ def difference(a, b, path="it"):
     else:
         return f"{path}: eager {a!r}, co-executed {b!r}"
     for key, x, y in pairs:
-        if x != y:
-            return difference(x, y, f"{path}.{key}")
+        if not same(x, y):
+            return difference(x, y, f"{path}.{key}", same)
     return "nothing"
 
 

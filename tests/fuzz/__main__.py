@@ -15,9 +15,13 @@ from pathlib import Path
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 
+import coexec
 from bench.records import environment
+from coexec.executors import inductor
 from tests.fuzz.check import check, tally
+from tests.fuzz.nearly import nearly
 from tests.fuzz.programs import programs
+from tests.fuzz.uncompiled import library_of
 
 
 def search(number, examples, **options):
@@ -51,16 +55,26 @@ def main():
         action="store_true",
         help="leave blocks without waiting, and look at every fourth step",
     )
+    parser.add_argument(
+        "--blocks",
+        action="store_true",
+        help="run the blocks of the inductor executor, without a compiler, and compare up to rounding",
+    )
     parser.add_argument("--out", type=Path, default=Path("fuzz.json"), help="record (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.blocks:
+        coexec.options.background = False
+        inductor.library_of = library_of
     start, failures, number = time.monotonic(), [], options.first_seed
     options.out.parent.mkdir(parents=True, exist_ok=True)
     while time.monotonic() - start < 60 * options.minutes:
         if options.seeds is not None and number >= options.first_seed + options.seeds:
             break
-        ahead = {"synchronous": False, "every": 4} if options.ahead else {}
-        failed = search(number, options.examples, mode=options.mode, **ahead)
+        how = {"synchronous": False, "every": 4} if options.ahead else {}
+        if options.blocks:
+            how |= {"executor": "inductor", "same": nearly}
+        failed = search(number, options.examples, mode=options.mode, **how)
         if failed:
             message, source = failed
             path = options.out.with_name(f"failure_{number}.py")
@@ -75,6 +89,7 @@ def main():
             "seeds": [options.first_seed, number - 1],
             "mode": options.mode,
             "ahead": options.ahead,
+            "blocks": options.blocks,
             "programs": tally.programs,
             "summary": str(tally),
             "failures": failures,

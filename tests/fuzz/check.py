@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from dataclasses import dataclass
 
@@ -33,8 +34,14 @@ class Tally:
 tally = Tally()
 
 
-def check(program: Generated, *, every: int = 1, **options) -> None:
+def check(program: Generated, *, every: int = 1, same=operator.eq, **options) -> None:
     """Compare a program under co-execution with eager, after each step or after `every` so many.
+
+    Args:
+        program: what to run.
+        every: how many steps.
+        same: whether two observations are equal.
+        options: of `GradientTape`.
 
     Raises:
         AssertionError: if anything differs; its message names the step, what differs, and the phases.
@@ -49,7 +56,7 @@ def check(program: Generated, *, every: int = 1, **options) -> None:
     for k, (a, b) in enumerate(zip(eager, ours, strict=True)):
         for what in ("raised", "printed", "returned", "state", "random"):
             x, y = getattr(a, what), getattr(b, what)
-            assert x == y, f"step {k}, {what}: {difference(x, y)}\n{explanation.summary()}"
+            assert same(x, y), f"step {k}, {what}: {difference(x, y, same=same)}\n{explanation.summary()}"
     tally.programs += 1
     tally.raised += any(a.raised for a in eager)
     for report in explanation.programs:
