@@ -17,10 +17,12 @@ from placement.search.costs import Costs
 
 LENGTH = 8
 """Calls in the generated code."""
+LONGEST_S = 0.005
+"""What a segment may cost for a switch, which takes microseconds, to be seen beside it."""
 
 
 def switch_cost(backend: Backend, costs: Costs, measurer: Measurer) -> float:
-    """Seconds for each part on a backend; 0 where generated code is no slower than what it calls."""
+    """Seconds for each part on a backend; 0 where it is too little to be seen beside what the parts cost."""
     if backend.name == REFERENCE:
         return 0.0
     stated = backend.overhead()
@@ -29,7 +31,9 @@ def switch_cost(backend: Backend, costs: Costs, measurer: Measurer) -> float:
     usable = [(m.cost_s, mask) for (name, mask), m in costs.of.items() if name == backend.name and m.ok]
     if not usable:
         return 0.0
-    mask = min(usable)[1]
+    cost_s, mask = min(usable)
+    if cost_s > LONGEST_S:
+        return 0.0
     key = measurer.context_key(backend, "context-switch")
     known = measurer.costs.get(key)
     if known is None:

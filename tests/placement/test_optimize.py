@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from placement.measuring.log import CostLog
 from placement.measuring.protocol import Measurement
 from placement.placements import Part, Placement
 from placement.registry import Registry
+from placement.search.costs import Costs
 from placement.searching import NOISE, simplest_of_the_best
+from placement.switching import switch_cost
 from tests.placement.graphs import Attention, Block, TwoOutputs, seeded
 
 
@@ -148,6 +151,12 @@ def test_once_the_time_is_up_no_further_backend_compiles_for_the_segment_at_hand
     assert 1000.0 < report.times.op_level_s < 2000.0  # one compilation
     assert any("the time was up" in note for note in report.notes)
     assert {"single aten-channels-last", "single as-slow"} <= set(report.measured)  # never worse than these
+
+
+def test_a_switch_of_backends_is_not_measured_beside_what_hides_it():
+    long = Costs({("aten-channels-last", 1): Measurement("ok", 1.0, 1.0, 1.0, 30)})
+    untouched: Any = None
+    assert switch_cost(ChannelsLast(), long, untouched) == 0.0
 
 
 def test_without_deap_the_search_ends_at_op_level_and_says_so(quick, block, monkeypatch):
