@@ -90,6 +90,14 @@ def become(placeholder: torch.Tensor, real: torch.Tensor) -> None:
     with DisableTorchFunction():
         placeholder.__class__ = real.__class__
         torch._C._swap_tensor_impl(placeholder, real)
+        real._coexec_became = placeholder  # type: ignore[attr-defined]  # C++ code may hold what is `real` now
+
+
+def successor(tensor: torch.Tensor) -> torch.Tensor:
+    """What C++ code has, as Python has it: the tensor that a placeholder has become, or the tensor itself."""
+    with DisableTorchFunction():
+        became: torch.Tensor = tensor.__dict__.get("_coexec_became", tensor)
+        return became
 
 
 def name_node(function: type[torch.autograd.Function], name: str) -> None:
@@ -146,6 +154,30 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to the tensor's memory; its `cdata` names the memory while it is held."""
     return StorageWeakRef(tensor.untyped_storage())
 
+
+HigherOrderOperator: Any = torch._ops.HigherOrderOperator
+
+_KERNEL_KEYS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+
+
+def runs_python(operation: Any) -> bool:
+    """Whether an operation is implemented in Python, as `torch.library` lets users do."""
+    if operation._defined_in_python:
+        return True
+    name = operation._schema.name.replace("::", "/")
+    name += f".{operation._schema.overload_name}" if operation._schema.overload_name else ""
+    return any(f"{name}/{key}" in torch.library._impls for key in _KERNEL_KEYS)
+
+
+#: The base of autograd functions whose `apply` is the one of C++, and that one.
+AUTOGRAD_FUNCTION: Any = torch.autograd.function._SingleLevelFunction
+AUTOGRAD_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]
+
+#: Where the function is that exports memory and passes no torch function.
+EXPORTS: tuple[Any, ...] = ((torch._C, "_to_dlpack"), (torch.utils.dlpack, "to_dlpack"))
+
+#: The functions of TorchScript.
+SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
 #: Where the transforms of `torch.func` begin: modules, and the functions that they call first.
 TRANSFORM_ENTRIES = tuple(

@@ -5,8 +5,8 @@ Out: a context in which calls of these kinds on that thread call it first:
 
 - functions of `torch.random` (`manual_seed`, `get_rng_state`, `fork_rng`): the GraphRunner draws random
   numbers while Python runs ahead, so the state that Python would see is not eager's;
-- `torch.autograd.Function.apply`, `nn.Parameter(...)` and `Tensor._make_subclass`: their C++ code would
-  keep hold of a placeholder;
+- the `apply` of an autograd function, functions and methods of TorchScript, `to_dlpack`, `nn.Parameter(...)`,
+  `Tensor._make_subclass` and `Tensor.as_subclass`: their C++ code would keep hold of a placeholder;
 - the beginning of a `torch.func` transform, whose C++ code wraps tensors.
 
 The call itself runs in the context that the callback returns. Calls of the functional forms of optimizers
@@ -29,7 +29,14 @@ from typing import Any
 
 import torch
 
-from coexec._private import TRANSFORM_ENTRIES, is_left_alone
+from coexec._private import (
+    AUTOGRAD_APPLY,
+    AUTOGRAD_FUNCTION,
+    EXPORTS,
+    SCRIPTED,
+    TRANSFORM_ENTRIES,
+    is_left_alone,
+)
 from coexec.tracegraph.optimizers import ORIGINALS, Functional
 
 
@@ -119,12 +126,30 @@ class _Generator:
             return getattr(torch.default_generator, name)
 
 
-def _watched_apply(apply: Any) -> Any:
+def _watched_apply(found: Any) -> Any:
+    apply = found if isinstance(found, classmethod) else AUTOGRAD_APPLY  # what it found is bound to its base
+
     def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with _report(Watched.KEEPS, f"{cls.__name__}.apply", args):
-            return apply.__func__(cls, *args, **kwargs)
+            return apply.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(watched)
+
+
+def _watched_script(call: Any) -> Any:
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _report(Watched.KEEPS, f"the TorchScript function {self.name}", (args, kwargs)):
+            return call(self, *args, **kwargs)
+
+    return watched
+
+
+def _watched_export(export: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _report(Watched.KEEPS, "to_dlpack", args):
+            return export(*args, **kwargs)
+
+    return watched
 
 
 def _watched_new(new: Any) -> Any:
@@ -143,6 +168,14 @@ def _watched_make_subclass(make: Any) -> Any:
             return make(*args, **kwargs)
 
     return staticmethod(watched)
+
+
+def _watched_as_subclass(change: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _report(Watched.KEEPS, "Tensor.as_subclass", args):
+            return change(*args, **kwargs)
+
+    return watched
 
 
 def _watched_entry(begin: Any) -> Any:
@@ -202,9 +235,13 @@ def _places() -> list[_Place]:
     found = [
         # The functions of torch.random find the generator in their module.
         _Place(torch.random, "default_generator", lambda _: _Generator()),
-        _Place(torch.autograd.Function, "apply", _watched_apply),
+        # What `Function.apply` calls: programs may have got that one before the block.
+        _Place(AUTOGRAD_FUNCTION, "apply", _watched_apply),
+        *(_Place(kind, "__call__", _watched_script) for kind in SCRIPTED),
+        *(_Place(module, name, _watched_export) for module, name in EXPORTS),
         _Place(torch.nn.Parameter, "__new__", _watched_new),
         _Place(torch.Tensor, "_make_subclass", _watched_make_subclass),
+        _Place(torch.Tensor, "as_subclass", _watched_as_subclass),
         *(_Place(module, name, _watched_entry) for module, name in TRANSFORM_ENTRIES),
     ]
     for functional, original in ORIGINALS.items():

@@ -1,5 +1,7 @@
 #include "meta.h"
 
+#include "bypass.h"
+
 #include <ATen/Functions.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -47,6 +49,8 @@ at::Tensor Meta::hollow(at::IntArrayRef shape, at::IntArrayRef stride, int64_t o
                           .resizeable_storage()
                           .make_tensor();
   tensor.unsafeGetTensorImpl()->set_python_dispatch(true);
+  tensor.storage().unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
+  mark(tensor);
   if (requires_grad) tensor.set_requires_grad(true);
   return tensor;
 }

@@ -1,4 +1,5 @@
 // Python bindings, and the operators through which a compiled block feeds and fetches.
+#include "bypass.h"
 #include "entry.h"
 #include "kernel_threads.h"
 #include "library.h"
@@ -93,6 +94,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("take_spans", [](Runner& r) { return r.spans().take(); })
       .def("value", [](Runner& r, int64_t reg) { return torch::jit::toPyObject(r.value(reg)); });
   m.def("release_kernel_threads", &coexec::release_kernel_threads);
+  coexec::bind_bypass(m);
   coexec::bind_library(m);
   coexec::bind_location(m);
   coexec::bind_entry(m);

@@ -1,5 +1,6 @@
 #include "queue.h"
 
+#include "bypass.h"
 #include "calls.h"
 #include "waiting.h"
 
@@ -118,6 +119,7 @@ int64_t Queue::drain() {
 
 void Queue::loop() {
   at::init_num_threads();
+  let_pass();
   while (!stop_) {
     auto began = Clock::now();
     while (sent_.load(std::memory_order_acquire) == ran_.load(std::memory_order_relaxed) && !stop_ &&

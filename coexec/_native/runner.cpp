@@ -1,5 +1,6 @@
 #include "runner.h"
 
+#include "bypass.h"
 #include "kernel_threads.h"
 #include "waiting.h"
 
@@ -92,6 +93,7 @@ void Worker::forget(Runner& runner) {
 
 void Worker::loop() {
   at::init_num_threads();
+  let_pass();
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     wait_idly(changed_, lock, [this] { return stop_ || !waiting_.empty(); });

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coexec._private import shapes_without_values
+from coexec._private import HigherOrderOperator, runs_python, shapes_without_values
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.trace import Input, Local, Operation, Result, TensorMeta, Value
 from coexec.tracer.memory import Geometry, geometry_of, storage_id
@@ -167,6 +167,8 @@ _SHAPED_BY_METADATA: set[torch._ops.OpOverload] = set()
 class _Operations(TorchDispatchMode):
     """Collects the operations of one call."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
@@ -194,6 +196,8 @@ class _Operations(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(function, HigherOrderOperator):
+            self.failure = self.failure or "it calls functions of the user"
         if self.failure is not None or function.namespace in functions.ANNOTATING_NAMESPACES:
             return function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -216,6 +220,8 @@ class _Operations(TorchDispatchMode):
         stranger = None if between is None else between.outside_of_torch()
         if between is None or stranger is not None:
             raise Unrecordable("user code runs inside of it")
+        if runs_python(function):
+            raise Unrecordable(f"{function} is implemented in Python")
         if torch.Tag.inplace_view in function.tags:
             raise Unrecordable(f"{function} changes a tensor's geometry in place")
         if depends_on_data(function, tuple(positional)):

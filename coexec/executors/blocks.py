@@ -30,7 +30,7 @@ from coexec.tracegraph.instructions import reads, writes
 from coexec.tracegraph.numbers import is_number
 from coexec.tracegraph.program import Call, Feed, Fetch, Instruction, Move, Reg, When
 from coexec.tracegraph.schema import by_schema
-from coexec.tracegraph.sizes import Size
+from coexec.tracegraph.sizes import Size, varies
 from coexec.tracegraph.trace import TensorMeta
 
 _CHECKS_INDICES = {
@@ -136,6 +136,22 @@ def make_block(
     return Block(
         module, tuple(sources), outs, len(calls), symbols, tuple(inputs), metas, random, when, written
     )
+
+
+def is_compiled(instruction: Instruction, registers: Registers) -> bool:
+    """Whether a library can hold an instruction; most calls of ATen's it can."""
+    if not isinstance(instruction, Call):
+        return True
+    target = instruction.target.overloadpacket
+    if not (
+        registers.holds_number(instruction.args) or varies(instruction.args) or target in _NEVER_COMPILED
+    ):
+        return True
+    try:
+        make_block(registers, [instruction], set())
+    except Unsupported:
+        return False
+    return True
 
 
 def _input_meta(register: int, registers: Registers, symbols: Mapping[int, int]) -> InputMeta:

@@ -10,14 +10,15 @@ program order, which is what makes the two runners free of deadlock (Terra, figu
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coexec._native import core
-from coexec.executors.aliases import share_across
-from coexec.executors.blocks import Block, job_of, make_block
+from coexec.executors.aliases import read_from_outside, shared_across, views_on, with_own_views
+from coexec.executors.blocks import Block, is_compiled, job_of, make_block
 from coexec.executors.commit_block import is_apart, is_late
 from coexec.executors.job import Job, Unsupported, compiled, kernel_threads
 from coexec.executors.registers import Registers, registers_of
@@ -91,38 +92,79 @@ def _parts(program: Program) -> dict[int, list[Part]]:
     if any(r.shadow is not None for r in program.rebased.values()):
         raise Unsupported("a result views an external tensor on some paths only")
     registers = registers_of(program)
-    outside = _uses_outside(program)
-    units: list[list[Instruction]] = []
-    written = {r for i in program.instructions if at_commit(i) for r in reads(i)}
-    parts: dict[int, list[Part]] = {}
-    for first, end in program.blocks:
-        instructions = program.instructions[first:end]
-        late = [i for i in instructions if is_late(i)]
-        last = [i for i in instructions if at_commit(i) and not is_late(i)]
-        body = [i for i in instructions if not is_late(i) and not at_commit(i)]
-        at_the_end = {r for i in (*late, *last) for r in reads(i)}
-        stretches = [
-            part for s in _between_written_feeds(body, written) for part in before_late_symbols(s, program)
-        ]
-        made: list[Part] = []
-        for position, stretch in enumerate(stretches):
-            if not _is_worth_compiling(stretch, written):
-                made += stretch
-                continue
-            later = {r for s in stretches[position + 1 :] for i in s for r in reads(i)}
-            made.append(make_block(registers, stretch, outside[first] | later | at_the_end))
-            units.append(stretch)
-        # Numbers first: libraries wait for nothing at the commit.
-        made += (i for i in late if isinstance(i, Feed))
-        calls = [i for i in late if isinstance(i, Call)]
-        if calls:
-            needed = outside[first].union(*(reads(i) for i in last))
-            made += _commit_block(registers, calls, needed)
-        parts[first] = [*made, *last]
-        units.append(list(calls))
-    if share_across(registers.program, registers.views, units):
-        raise Unsupported("memory that is written is known by several names outside of a block")
-    return parts
+    views = registers.views
+    # A library is fed a copy, a tensor: no use for what the commit writes, and for the numbers of calls.
+    unfed = {r for i in program.instructions if at_commit(i) for r in reads(i)}
+    unfed |= {r for i in program.instructions if not is_compiled(i, registers) for r in reads(i)}
+    blocks = {
+        first: _pieces(program.instructions[first:end], registers, unfed) for first, end in program.blocks
+    }
+    units = [unit for pieces in blocks.values() for unit in pieces.units]
+    shared = shared_across(program, views, units)
+    if shared:
+        own = {r: v for r, v in views_on(program, views, shared).items() if is_compiled(v, registers)}
+        blocks = {first: pieces.with_own_views(own) for first, pieces in blocks.items()}
+        units = [unit for pieces in blocks.values() for unit in pieces.units]
+        if shared_across(program, views, units):
+            raise Unsupported("memory that is written is known by several names outside of a block")
+    in_units = {id(i) for unit in units for i in unit}
+    rest = [i for i in program.instructions if id(i) not in in_units]
+    needed = set(program.kept).union(*map(read_from_outside, units), *map(reads, rest))
+    return {first: _compiled_pieces(pieces, registers, needed) for first, pieces in blocks.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """A block in the order in which it runs: stretches, compiled or not, and what is put off to the commit.
+
+    `late` is compiled, `last` is put off as it is.
+    """
+
+    stretches: tuple[tuple[bool, list[Instruction]], ...]
+    late_feeds: list[Feed]
+    late: list[Call]
+    last: list[Instruction]
+
+    @property
+    def units(self) -> list[Sequence[Instruction]]:
+        """What becomes a library each."""
+        return [*(stretch for compiles, stretch in self.stretches if compiles), self.late]
+
+    def with_own_views(self, made: Mapping[int, Call]) -> _Pieces:
+        """The same with libraries that make these views themselves."""
+        stretches = tuple((c, with_own_views(s, made) if c else s) for c, s in self.stretches)
+        return replace(self, stretches=stretches)
+
+
+def _pieces(block: Sequence[Instruction], registers: Registers, unfed: set[int]) -> _Pieces:
+    def can_be_compiled(instruction: Instruction) -> bool:
+        if isinstance(instruction, Feed) and instruction.out in unfed:
+            return False
+        return is_compiled(instruction, registers)
+
+    late = [i for i in block if is_late(i)]
+    stretches: list[tuple[bool, list[Instruction]]] = []
+    body_of_block = (i for i in block if not at_commit(i) and not is_late(i))
+    for can_be, group in itertools.groupby(body_of_block, can_be_compiled):
+        body = list(group)
+        parts = before_late_symbols(body, registers.program) if can_be else [body]
+        stretches += [(can_be and any(isinstance(i, (Call, Feed, Fetch)) for i in p), p) for p in parts]
+    return _Pieces(
+        tuple(stretches),
+        [i for i in late if isinstance(i, Feed)],
+        [i for i in late if isinstance(i, Call)],
+        [i for i in block if at_commit(i) and not is_late(i)],
+    )
+
+
+def _compiled_pieces(pieces: _Pieces, registers: Registers, needed: set[int]) -> list[Part]:
+    made: list[Part] = []
+    for compiles, stretch in pieces.stretches:
+        made += [make_block(registers, stretch, needed)] if compiles else stretch
+    made += pieces.late_feeds  # first: libraries wait for nothing at the commit
+    if pieces.late:
+        made += _commit_block(registers, pieces.late, needed)
+    return [*made, *pieces.last]
 
 
 def _commit_block(registers: Registers, calls: list[Call], needed: set[int]) -> list[Part]:
@@ -170,33 +212,3 @@ def _linked(part: Part) -> Instruction:
         when=part.when,
         written=part.written,
     )
-
-
-def _between_written_feeds(body: list[Instruction], written: set[int]) -> list[list[Instruction]]:
-    """Parts a block at feeds of tensors that the commit writes: a library gets copies of what it is fed."""
-    stretches: list[list[Instruction]] = [[]]
-    for instruction in body:
-        if _is_written_feed(instruction, written):
-            stretches += [[instruction], []]
-        else:
-            stretches[-1].append(instruction)
-    return [stretch for stretch in stretches if stretch]
-
-
-def _is_written_feed(instruction: Instruction, written: set[int]) -> bool:
-    return isinstance(instruction, Feed) and instruction.out in written
-
-
-def _is_worth_compiling(stretch: list[Instruction], written: set[int]) -> bool:
-    if _is_written_feed(stretch[0], written):
-        return False
-    return any(isinstance(i, (Call, Feed, Fetch)) for i in stretch)
-
-
-def _uses_outside(program: Program) -> dict[int, set[int]]:
-    """For each block, the registers that other blocks, or Python, read."""
-    out = {}
-    for first, end in program.blocks:
-        others = (*program.instructions[:first], *program.instructions[end:])
-        out[first] = set(program.kept).union(*(reads(i) for i in others))
-    return out

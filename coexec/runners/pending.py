@@ -4,13 +4,15 @@ In:  an iteration that is valid and committed, but not finished; the tensors tha
 Out: the first use of one of them, anywhere, waits for the iteration.
 
 Until then each of these tensors is of a subclass whose `__torch_function__` waits, gives all of them
-their own classes back, and calls the function again. The next iteration of the same program may begin
+their own classes back, and calls the function again; and it is marked, so that operations which pass no torch
+function are seen. The next iteration of the same program may begin
 before: in its block the PythonRunner sees every call, so the tensors have their own classes there, and it
 asks `is_pending`.
 """
 
 from __future__ import annotations
 
+import atexit
 import copy
 import threading
 from collections.abc import Callable, Iterable
@@ -18,7 +20,8 @@ from typing import Any
 
 import torch
 
-from coexec._private import without_current_modes
+from coexec._native import core
+from coexec._private import successor, without_current_modes
 from coexec.runners.graph_runner import GraphRunner
 from coexec.tracegraph.calls import tensors_in
 
@@ -47,6 +50,7 @@ class Pending:
         self._finish = finish
         self._owned: list[torch.Tensor] = []
         self._guarded: list[torch.Tensor] = []
+        self._marked: list[torch.Tensor] = []
 
     def guard(self, tensors: Iterable[torch.Tensor], unreachable: Iterable[torch.Tensor] = ()) -> None:
         """Makes the use of these tensors wait; nobody gets at the `unreachable` ones without using others."""
@@ -56,6 +60,8 @@ class Pending:
                 if id(tensor) not in _owners:
                     tensor.__class__ = _GUARDS[tensor.__class__]
                     self._guarded.append(tensor)
+                    if core is not None and core.mark(tensor):
+                        self._marked.append(tensor)
                     self._own(tensor)
             for tensor in unreachable:
                 self._own(tensor)
@@ -71,6 +77,9 @@ class Pending:
             for tensor in self._guarded:
                 tensor.__class__ = _PLAIN[tensor.__class__]
             self._guarded.clear()
+            for tensor in self._marked:
+                core.unmark(tensor)
+            self._marked.clear()
 
     def settle(self) -> None:
         """Waits, takes the guards off, and finishes the iteration."""
@@ -107,6 +116,22 @@ def settle_all(but: Pending | None = None) -> None:
     for pending in list(_all):
         if pending is not but:
             pending.settle()
+
+
+def current(tensor: torch.Tensor) -> torch.Tensor:
+    """What C++ code should have in the place of a tensor: what that has become, with everything written."""
+    tensor = successor(tensor)
+    owner = _owners.get(id(tensor))
+    if owner is not None:
+        owner.settle()
+    return tensor
+
+
+if core is not None:
+    core.set_current(current)
+
+
+atexit.register(settle_all)  # what was begun is finished, as in eager
 
 
 def _settle(value: Any) -> None:

@@ -48,6 +48,8 @@ def make_placeholder(meta: TensorMeta) -> torch.Tensor:
     """A new placeholder."""
     placeholder = make_wrapper(_Hollow, meta)
     placeholder.__class__ = torch.Tensor
+    if core is not None:
+        core.mark(placeholder)
     return placeholder
 
 
@@ -57,7 +59,13 @@ def realize(placeholder: torch.Tensor, real: torch.Tensor) -> None:
 
 
 class Guard(OwnMode, TorchDispatchMode):
-    """Sees operations that no function mode saw, and calls `give_up` before they touch a placeholder."""
+    """Sees operations that no function mode saw, and calls `give_up` before they touch a placeholder.
+
+    Placeholders are seen above autograd, so that it records and saves what takes their places. Without the
+    native core it has done so by then.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, is_placeholder: Callable[[torch.Tensor], bool], give_up: Callable[[Any], None]
@@ -65,6 +73,19 @@ class Guard(OwnMode, TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_placeholder = is_placeholder
         self._give_up = give_up
+        self._handler = self._seen
+        self._outer: Callable[..., None] | None = None
+
+    def __enter__(self) -> Guard:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        if core is not None:
+            self._outer = core.handle_bypassed(self._handler)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if core is not None:
+            core.handle_bypassed(self._outer)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,6 +93,10 @@ class Guard(OwnMode, TorchDispatchMode):
         if any(self._is_placeholder(t) for t in calls.tensors_in((args, kwargs))):
             self._give_up(function)
         return function(*args, **(kwargs or {}))
+
+    def _seen(self, name: str, tensor: torch.Tensor) -> None:
+        if self._is_placeholder(tensor):
+            self._give_up(name)
 
 
 def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch.Tensor:

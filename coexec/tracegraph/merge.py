@@ -56,7 +56,7 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
     seen = Counter(uid for t in traces for uid in {e.uid for e in t.externals})
     parameters = {e.uid for t in traces for e in t.externals if e.parameter}
     exposed = {e.uid for t in traces for e in t.externals if e.exposed}
-    captured = {uid for uid, n in seen.items() if n > 1 or uid in parameters} - exposed
+    captured = {uid for uid, n in seen.items() if n > 1 or uid in parameters} - exposed - _restrided(traces)
     path_dependent: set[tuple[object, ...]] = set()
     while True:
         builder = _Builder(captured, path_dependent)
@@ -70,6 +70,17 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
             )
         captured -= conflicting
         path_dependent |= builder.ambiguous
+
+
+def _restrided(traces: Sequence[Trace]) -> set[int]:
+    """External tensors that lie in memory in several ways: a captured tensor has one."""
+    layouts: dict[int, dict[object, object]] = defaultdict(dict)
+    found: set[int] = set()
+    for external in (e for trace in traces for e in trace.externals):
+        layout = (external.meta.stride, external.meta.dtype)
+        if layouts[external.uid].setdefault(external.meta.shape, layout) != layout:
+            found.add(external.uid)
+    return found
 
 
 def _visits(builder: _Builder, general: Generalized) -> tuple[Visit, ...]:

@@ -19,10 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._private import (
     ENGINE_CODE,
+    HigherOrderOperator,
     OwnMode,
     WithoutModes,
     is_exposed,
     is_transformed,
+    runs_python,
     transform_depth,
 )
 from coexec.location import describe
@@ -113,6 +115,8 @@ class _OpenEvent:
 
 class Recorder(OwnMode, TorchDispatchMode):
     """Records one iteration. Enter it for the time of the block; `event` runs each torch call."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, identities: Identities, own_modes: int = 1) -> None:
         """Starts a recording; `own_modes` dispatch modes of coexec are active while it runs."""
@@ -477,6 +481,8 @@ class Recorder(OwnMode, TorchDispatchMode):
             return self._operation(function, args, kwargs or {})
 
     def _operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(function, HigherOrderOperator):
+            self.fail("CX0102", f"torch.{function.name()} calls functions of the user")
         if self.cause is not None or function.namespace in functions.ANNOTATING_NAMESPACES:
             return function(*args, **kwargs)
         try:
@@ -508,6 +514,8 @@ class Recorder(OwnMode, TorchDispatchMode):
         if event.fetch:
             return None
         self._check_frames(event)
+        if runs_python(function):
+            raise Untraceable("CX0102", f"{function} is implemented in Python")
         if torch.Tag.inplace_view in function.tags:
             raise Untraceable("CX0109", f"{function} changes a tensor's geometry in place")
         if isinstance(event.function, Update) and function is _ITEM:

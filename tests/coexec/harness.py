@@ -204,7 +204,8 @@ class _Walk:
             parts |= {n: self(b) for n, b in value.named_buffers()}
             return {"training": value.training, **parts}
         if isinstance(value, torch.optim.Optimizer):
-            return {"state": self(dict(value.state)), "groups": self(value.param_groups)}
+            state = tuple((self(k), self(v)) for k, v in value.state.items())
+            return {"state": state, "groups": self(value.param_groups)}
         if isinstance(value, torch.Generator):
             return ("generator", value.get_state().numpy().tobytes())
         if isinstance(value, SimpleNamespace):

@@ -558,3 +558,46 @@ def test_momentum_buffers_that_are_sometimes_made_anew():
                 s.optimizer.step()
 
     compare(linear, step, 24)
+
+
+CHANGES = {
+    "t_": lambda s: s.b.t_(),
+    "data": lambda s: setattr(s.b, "data", s.b.data.t()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_tensor_whose_strides_change_between_iterations_has_the_new_ones(name):
+    def make():
+        return SimpleNamespace(b=torch.zeros(4, 4), log=[])
+
+    def step(s, k, tape):
+        if k == 6:
+            CHANGES[name](s)
+        x = torch.arange(16.0).view(4, 4) * k
+        with tape():
+            s.b += x
+            copy = s.b.clone()
+            flat = s.b.as_strided((4,), (1,)) * 1
+            s.b *= 0.5
+        s.log.append((copy, flat))
+
+    compare(make, step, 12)
+
+
+def test_a_model_may_become_channels_last_in_the_middle():
+    def make():
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+        return SimpleNamespace(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), log=[]
+        )
+
+    def step(s, k, tape):
+        if k == 6:
+            s.model.to(memory_format=torch.channels_last)
+        x = torch.randn(2, 3, 6, 6)
+        with tape():
+            train(s, s.model(x).relu().mean())
+            s.log.append(s.model[0].weight.detach().clone())
+
+    compare(make, step, 14)

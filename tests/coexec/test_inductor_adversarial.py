@@ -10,6 +10,7 @@ import torch
 
 import coexec
 from coexec._native import core
+from tests.coexec.test_blocks import of_a_result, of_a_shadow, of_a_transposed_view
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,30 +88,8 @@ def test_a_number_that_may_not_fit_is_left_to_aten():
     reports_of(run, {"aten"})
 
 
-def of_a_shadow(b, k):
-    v = b[0]
-    z = b.sum() * 2 if k % 2 else b.sum() * 3
-    v.add_(1)
-    return b.sum() + 0 * z
-
-
-def of_a_result(b, k):
-    y = b * 2
-    v = y[0]
-    z = b.sum() * 2 if k % 2 else b.sum() * 3
-    v.add_(1)
-    return y.sum() + 0 * z
-
-
-def of_one_of_two(b, k):
-    a, c = b * 2, b * 3
-    y = a if k % 2 else c
-    y.add_(1)
-    return a.sum() + 2 * c.sum()
-
-
-@pytest.mark.parametrize("compute", [of_a_shadow, of_a_result, of_one_of_two])
-def test_memory_with_several_names_stays_one_memory_across_blocks(compute):
+@pytest.mark.parametrize("compute", [of_a_shadow, of_a_result, of_a_transposed_view])
+def test_memory_with_several_names_stays_one_memory_across_libraries(compute):
     def run(tape):
         b, seen = torch.randn(40, 40), []
         for k in range(10):
@@ -119,7 +98,7 @@ def test_memory_with_several_names_stays_one_memory_across_blocks(compute):
                 seen.append(y.item())
         return seen
 
-    reports_of(run, {"aten"})
+    reports_of(run)
 
 
 NOTHING = {

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, seed, settings
 import coexec
 from bench.records import environment
 from coexec.executors import inductor
+from tests.coexec.uncompiled import library_of
 from tests.fuzz.check import check, tally
 from tests.fuzz.nearly import nearly
 from tests.fuzz.programs import programs
-from tests.fuzz.uncompiled import library_of
 
 
 def search(number, examples, **options):

@@ -15,10 +15,10 @@ import coexec
 from coexec._native import core
 from coexec.executors import inductor
 from tests.coexec.harness import coexecuted, linear, run, train
+from tests.coexec.uncompiled import library_of
 from tests.fuzz.check import check, tally
 from tests.fuzz.nearly import nearly
 from tests.fuzz.programs import Generated, programs
-from tests.fuzz.uncompiled import library_of
 
 EXAMPLES = settings.default.max_examples
 quick = settings(suppress_health_check=list(HealthCheck))

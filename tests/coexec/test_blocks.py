@@ -1,0 +1,135 @@
+"""What programs for a compiler are made of, run as if compiled: see `tests.coexec.uncompiled`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import coexec
+from coexec._native import core
+from coexec.executors import inductor
+from tests.coexec.harness import compare, nothing, train
+from tests.coexec.uncompiled import library_of
+
+pytestmark = pytest.mark.skipif(core is None, reason="compiled blocks need the native module")
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch):
+    monkeypatch.setattr(inductor, "library_of", library_of)
+    monkeypatch.setattr(coexec.options, "background", False)
+
+
+def ran_by(make, step, steps=12):
+    """The executors of a program's blocks; the program equals eager."""
+    report = compare(make, step, steps, executor="inductor")
+    assert report.steps["co-execution"] >= 3, report.summary()
+    return {b.executor for b in report.blocks}
+
+
+def of_a_shadow(b, k):
+    v = b[0]
+    z = b.sum() * 2 if k % 2 else b.sum() * 3
+    v.add_(1)
+    return b.sum() + 0 * z
+
+
+def of_a_result(b, k):
+    y = b * 2
+    v = y[0]
+    z = b.sum() * 2 if k % 2 else b.sum() * 3
+    v.add_(1)
+    return y.sum() + 0 * z
+
+
+def of_a_transposed_view(b, k):
+    y = b * 2
+    v = y.t()[1:]
+    z = v.sum() * 2 if k % 2 else v.sum() * 3
+    y.add_(1)
+    w = v.sum() * 2 if k % 3 else v.sum() * 4
+    y.mul_(2)
+    return v.sum() + z + w
+
+
+def of_one_of_two(b, k):
+    a, c = b * 2, b * 3
+    y = a if k % 2 else c
+    y.add_(1)
+    return a.sum() + 2 * c.sum()
+
+
+def of_one_of_two_in_one_block(b, k):
+    a, c = b * 2, b * 3
+    y = a if k % 2 else c
+    z = y.sum() * 2 if k % 3 else y.sum() * 3
+    c.mul_(2)
+    y.add_(1)
+    return a.sum() + 2 * c.sum() + z
+
+
+SHARED = [of_a_shadow, of_a_result, of_a_transposed_view, of_one_of_two, of_one_of_two_in_one_block]
+
+
+@pytest.mark.parametrize("compute", SHARED)
+def test_memory_with_several_names_is_one_memory_in_all_blocks(compute):
+    def make():
+        return SimpleNamespace(b=torch.arange(9.0).view(3, 3), log=[])
+
+    def step(s, k, tape):
+        with tape():
+            s.log.append(compute(s.b, k).item())
+
+    assert ran_by(make, step) <= {"inductor", "aten"}
+
+
+@pytest.mark.parametrize("compute", [of_a_shadow, of_a_result, of_a_transposed_view])
+def test_blocks_make_the_views_that_they_use_of_what_others_write(compute):
+    def make():
+        return SimpleNamespace(b=torch.arange(9.0).view(3, 3), log=[])
+
+    def step(s, k, tape):
+        with tape():
+            s.log.append(compute(s.b, k).item())
+
+    assert ran_by(make, step) == {"inductor"}
+
+
+def test_layers_that_are_chosen_are_updated_in_compiled_blocks():
+    def make():
+        layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        return SimpleNamespace(layers=layers, optimizer=torch.optim.SGD(layers.parameters(), lr=0.05))
+
+    def step(s, k, tape):
+        x = torch.randn(4, 3)
+        with tape():
+            h = x
+            for index in range(3):
+                if index != k % 3:
+                    h = h + s.layers[index](h).tanh()
+            train(s, h.square().mean())
+
+    assert ran_by(make, step, 18) == {"inductor"}
+
+
+VARYING = {
+    "a probability": lambda x, k: torch.empty(4).bernoulli_(0.1 * (k % 5 + 1)) * x,
+    "an index": lambda x, k: x.select(0, k % 4) * 2,
+    "a momentum": lambda x, k: torch.nn.functional.batch_norm(
+        x.view(2, 2), torch.zeros(2), torch.ones(2), training=True, momentum=0.1 * (k % 5 + 1)
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_blocks_are_parted_at_a_call_with_a_number_that_no_compiler_takes(name):
+    def step(s, k, tape):
+        x = torch.randn(4)
+        with tape():
+            y = VARYING[name](x * 2, k) + 1
+            s.log.append(y.sum().item())
+
+    assert ran_by(nothing, step, 14) == {"inductor"}
