@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StrictMinMaxConstraint,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -176,6 +176,16 @@ AUTOGRAD_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]
 #: Where the function is that exports memory and passes no torch function.
 EXPORTS: tuple[Any, ...] = ((torch._C, "_to_dlpack"), (torch.utils.dlpack, "to_dlpack"))
 
+#: The operators for control flow, which have Dynamo compile the functions that they are given.
+CONTROL_FLOW: tuple[Any, ...] = (
+    (torch, "cond"),
+    *(
+        (torch._higher_order_ops, name)
+        for name in ("cond", "while_loop", "scan", "associative_scan", "map")
+        if callable(getattr(torch._higher_order_ops, name, None))
+    ),
+)
+
 #: The functions of TorchScript.
 SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
@@ -198,6 +208,26 @@ def transform_depth(own_modes: int) -> tuple[int, bool]:
     level: int = torch._C._functorch.maybe_current_level() or 0
     packing = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return depth * 1000 + level, packing
+
+
+@contextmanager
+def without_own_modes() -> Iterator[None]:
+    """A context in which modes of coexec are not active, for Dynamo to look into the others."""
+    stack = list(_get_current_function_mode_stack())
+    for _ in stack:
+        _pop_mode()
+    for mode in stack:
+        if not isinstance(mode, OwnMode):
+            _push_mode(mode)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in stack:
+            if not isinstance(mode, OwnMode):
+                _pop_mode()
+        for mode in stack:
+            _push_mode(mode)
 
 
 def without_current_modes() -> AbstractContextManager[Any]:

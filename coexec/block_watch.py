@@ -7,6 +7,7 @@ Out: a context in which calls of these kinds on that thread call it first:
   numbers while Python runs ahead, so the state that Python would see is not eager's;
 - the `apply` of an autograd function, functions and methods of TorchScript, `to_dlpack`, `nn.Parameter(...)`,
   `Tensor._make_subclass` and `Tensor.as_subclass`: their C++ code would keep hold of a placeholder;
+- operators for control flow, as `torch.cond`: Dynamo would look into coexec's modes;
 - the beginning of a `torch.func` transform, whose C++ code wraps tensors.
 
 The call itself runs in the context that the callback returns. Calls of the functional forms of optimizers
@@ -32,6 +33,7 @@ import torch
 from coexec._private import (
     AUTOGRAD_APPLY,
     AUTOGRAD_FUNCTION,
+    CONTROL_FLOW,
     EXPORTS,
     SCRIPTED,
     TRANSFORM_ENTRIES,
@@ -46,6 +48,7 @@ class Watched(enum.Enum):
     RANDOM = "random"  #: sees or sets random state
     KEEPS = "keeps"  #: keeps hold of its arguments in C++
     TRANSFORMS = "transforms"  #: wraps tensors that it is given later
+    COMPILES = "compiles"  #: has Dynamo look at the program
 
 
 Callback = Callable[[Watched, str, tuple[Any, ...]], contextlib.AbstractContextManager[None]]
@@ -178,6 +181,15 @@ def _watched_as_subclass(change: Any) -> Any:
     return watched
 
 
+def _watched_control_flow(operator: Any) -> Any:
+    @functools.wraps(operator)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _report(Watched.COMPILES, f"torch.{operator.__name__}", (args, kwargs)):
+            return operator(*args, **kwargs)
+
+    return watched
+
+
 def _watched_entry(begin: Any) -> Any:
     def watched(*args: Any, **kwargs: Any) -> Any:
         with _report(Watched.TRANSFORMS, "a torch.func transform"):
@@ -243,6 +255,7 @@ def _places() -> list[_Place]:
         _Place(torch.Tensor, "_make_subclass", _watched_make_subclass),
         _Place(torch.Tensor, "as_subclass", _watched_as_subclass),
         *(_Place(module, name, _watched_entry) for module, name in TRANSFORM_ENTRIES),
+        *(_Place(module, name, _watched_control_flow) for module, name in CONTROL_FLOW),
     ]
     for functional, original in ORIGINALS.items():
         module = importlib.import_module(functional.module)

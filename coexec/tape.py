@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from coexec._private import enter, foreign_modes, leave, without_current_modes
+from coexec._private import enter, foreign_modes, leave, without_current_modes, without_own_modes
 from coexec.block_watch import INIT_GROUP, ZERO_GRAD, BlockWatch, Watched
 from coexec.dynamic.runner import DynamicRunner
 from coexec.errors import CommitError, TapeError
@@ -253,7 +253,10 @@ class _TracingSession(_Session):
     def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         if kind is Watched.RANDOM:
             self.recorder.fail("CX0118", name)
-        return nullcontext()
+        if kind is not Watched.COMPILES:
+            return nullcontext()
+        self.recorder.fail("CX0102", name)
+        return without_own_modes()
 
     def end(self, error: BaseException | None) -> None:
         leave(self.recorder)
@@ -297,7 +300,7 @@ class _DynamicSession(_Session):
         if kind is Watched.KEEPS:
             return self.runner.suspended()
         self.runner.synchronize()
-        return nullcontext()
+        return without_own_modes() if kind is Watched.COMPILES else nullcontext()
 
     def end(self, error: BaseException | None) -> None:
         leave(self.runner)
@@ -369,6 +372,11 @@ class _CoexecutionSession(_Session):
             self._give_up(Mismatch("CX0118", name))
             assert self._recorder is not None
             self._recorder.fail("CX0118", name)
+        elif kind is Watched.COMPILES:
+            self._give_up(Mismatch("CX0102", name))
+            assert self._recorder is not None
+            self._recorder.fail("CX0102", name)
+            return without_own_modes()
         elif kind is Watched.TRANSFORMS or self.runner.holds_symbol(arguments):
             self._give_up(Mismatch("CX0102", name))
         return nullcontext()

@@ -16,7 +16,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from coexec._native import core
-from coexec._private import become, enter, innermost_dispatch_mode, is_exposed, is_transformed, leave
+from coexec._private import (
+    OwnMode,
+    become,
+    enter,
+    innermost_dispatch_mode,
+    is_exposed,
+    is_transformed,
+    leave,
+)
 from coexec.dynamic.recorder import record, repeats
 from coexec.dynamic.table import RUN_NOW, Entry, Table, Variant, variant_of
 from coexec.dynamic.trial import TrialFailed, difference, needs_trial, takes_part_in_autograd
@@ -27,7 +35,7 @@ from coexec.tracegraph.ambient import ambient, restored
 from coexec.tracegraph.trace import Number
 
 
-class DynamicRunner(TorchFunctionMode):
+class DynamicRunner(OwnMode, TorchFunctionMode):
     """Runs one iteration of the dynamic phase. Enter it for the time of the block.
 
     Attributes:

@@ -249,3 +249,30 @@ def test_flex_attention_runs_in_a_block(every):
             y.square().sum().backward()
 
     compare(weights("a"), step, 9)
+
+
+CONTROL_FLOW = {
+    "cond": lambda y: torch.cond(y.sum() > 2, lambda v: v * 2, lambda v: v * 3, (y,)),
+    "while_loop": lambda y: (
+        y + torch._higher_order_ops.while_loop(lambda a: a.sum() < 9, lambda a: (a + 1,), (y.detach(),))[0]
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", [1, 6], ids=["in each step", "in some steps"])
+@pytest.mark.parametrize("name", CONTROL_FLOW)
+def test_operators_for_control_flow_run_in_a_block(name, every):
+    def operator(y):  # found when it is called, as programs do
+        return CONTROL_FLOW[name](y)
+
+    def step(s, k, tape):
+        with tape():
+            y = s.a * (k + 1.0)
+            if k % every == every - 1:
+                y = operator(y)
+            s.a.grad = None
+            (y.sum() + s.a.sum()).backward()
+            s.log.append(y.detach() * 1)
+
+    compare(weights("a"), step, 8)
