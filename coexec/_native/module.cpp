@@ -12,10 +12,23 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
+#include <iostream>
+
 namespace py = pybind11;
 using coexec::Runner;
 
 namespace {
+
+// What is thrown here passes code that prints each exception as an error: one of a cancelled iteration is none.
+template <typename Communicate>
+auto quietly(Communicate communicate) {
+  try {
+    return communicate();
+  } catch (const coexec::Cancelled&) {
+    std::cerr.setstate(std::ios_base::failbit);  // until the block has been left, see Runner::compiled
+    throw;
+  }
+}
 
 // A compiled block orders its communication by passing a token from each operation to the next.
 // `geometry` is the number of dimensions, the sizes, and the strides: no list may be empty there.
@@ -25,7 +38,7 @@ std::tuple<at::Tensor, at::Tensor> feed(
   auto dtype = static_cast<at::ScalarType>(scalar_type);
   Runner* runner = Runner::current();
   TORCH_CHECK(runner, "coexec::feed runs only inside of a GraphRunner");
-  c10::IValue message = runner->receive();
+  c10::IValue message = quietly([&] { return runner->receive(); });
   if (!message.isTensor()) return {token.clone(), at::scalar_tensor(message.toScalar(), dtype)};
   // A copy: the compiled block may write to what it got from an operator.
   auto dim = static_cast<size_t>(geometry[0]);
@@ -37,7 +50,7 @@ std::tuple<at::Tensor, at::Tensor> feed(
 at::Tensor fetch(const at::Tensor& token, const at::Tensor& value, int64_t slot) {
   Runner* runner = Runner::current();
   TORCH_CHECK(runner, "coexec::fetch runs only inside of a GraphRunner");
-  runner->publish(slot, value.clone());
+  quietly([&] { runner->publish(slot, value.clone()); });
   return token.clone();
 }
 

@@ -14,6 +14,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <iostream>
 #include <unordered_set>
 
 #if defined(__SSE__) || defined(_M_X64)
@@ -478,7 +479,13 @@ void Runner::compiled(const Instruction& instruction) {
     inputs.push_back(value.isTensor() ? value.toTensor() : c10::scalar_to_tensor(value.toScalar()));
   }
   Symbols symbols = [this](int64_t s) -> std::optional<int64_t> { return size(s); };
-  std::vector<at::Tensor> outputs = instruction.library->run(inputs);
+  std::vector<at::Tensor> outputs;
+  try {
+    outputs = instruction.library->run(inputs);
+  } catch (...) {
+    if (cancelled_) std::cerr.clear();  // the operator that feeds has silenced it
+    throw;
+  }
   // In-place writes to tensors of the user have to raise their version counters.
   for (int64_t reg : instruction.written) {
     const at::Tensor& tensor = registers_[reg].toTensor();

@@ -185,9 +185,9 @@ def _described(parts: list[Part]) -> Iterator[CompiledBlock]:
         if isinstance(part, Block):
             late = part.operations if part.when is When.COMMIT else 0
             yield CompiledBlock(part.operations, late, "inductor")
-    left = sum(isinstance(part, Call) and is_late(part) for part in parts)
+    left = [p for p in parts if isinstance(p, Call) and (is_late(p) or not at_commit(p))]
     if left:
-        yield CompiledBlock(left, left, "aten")
+        yield CompiledBlock(len(left), sum(map(is_late, left)), "aten")
 
 
 def library_of(block: Block) -> Any:
