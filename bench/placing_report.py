@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.spread import spread_of
 from bench.tables import plain_table
+from bench.workloads import MODELS
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -53,7 +54,7 @@ GAINS = (
 def gains(results: Rows) -> list[tuple[str, ...]]:
     """What placement gains over the best of the others, for each workload and in the mean."""
     rows: list[tuple[str, ...]] = []
-    ratios = []
+    ratios: dict[str, list[tuple[float, float]]] = {"models": [], "blocks of training programs": []}
     for (name, batch), modes in groups_of(results).items():
         placed = costs(modes, "placement:two-level")
         singles, others = costs(modes, "single:"), {**costs(modes, "eager"), **costs(modes, "compile:")}
@@ -62,7 +63,7 @@ def gains(results: Rows) -> list[tuple[str, ...]]:
         ours = placed["placement:two-level"]
         best_single, best_other = min(singles, key=singles.__getitem__), min(others, key=others.__getitem__)
         ratio = (singles[best_single] / ours, others[best_other] / ours)
-        ratios.append(ratio)
+        ratios["models" if name in MODELS else "blocks of training programs"].append(ratio)
         op, final = modes["placement:op"], modes["placement:two-level"]
         rows.append(
             (
@@ -75,9 +76,11 @@ def gains(results: Rows) -> list[tuple[str, ...]]:
                 f"{final['search_graph_level_s']:.0f}",
             )
         )
-    if ratios:
-        over_single, over_torch = np.exp(np.log(np.array(ratios)).mean(0))
-        rows.append(("geometric mean", "", "", f"{over_single:.3f}", f"{over_torch:.3f}", "", ""))
+    for kind, found in ratios.items():
+        if found:
+            over_single, over_torch = np.exp(np.log(np.array(found)).mean(0))
+            mean = f"geometric mean of {len(found)} {kind}"
+            rows.append((mean, "", "", f"{over_single:.3f}", f"{over_torch:.3f}", "", ""))
     return rows
 
 

@@ -43,7 +43,7 @@ class Examples:
     def _value(self, node: Node, seed: int) -> torch.Tensor:
         known = self.known[node]
         if isinstance(known, torch.Tensor):
-            return known
+            return spec_of(node).lay_out(known)
         return draw(spec_of(node), known, seed)
 
 

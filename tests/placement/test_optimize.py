@@ -22,7 +22,9 @@ from placement.placements import Part, Placement
 from placement.registry import Registry
 from placement.search.costs import Costs
 from placement.searching import NOISE, simplest_of_the_best
+from placement.segments import cut
 from placement.switching import switch_cost
+from placement.values import record
 from tests.placement.graphs import Attention, Block, TwoOutputs, seeded
 
 
@@ -151,6 +153,15 @@ def test_once_the_time_is_up_no_further_backend_compiles_for_the_segment_at_hand
     assert 1000.0 < report.times.op_level_s < 2000.0  # one compilation
     assert any("the time was up" in note for note in report.notes)
     assert {"single aten-channels-last", "single as-slow"} <= set(report.measured)  # never worse than these
+
+
+def test_example_values_lie_in_memory_as_the_models_own_do():
+    rows = torch.arange(8 * 65).view(8, 65)[:, :64] % 7
+    captured = capture(seeded(nn.Embedding(7, 4)), (rows,))
+    examples = record(captured.graph, [rows])
+    (indices,) = examples.inputs(cut(captured.graph, captured.graph.all))
+    assert indices.stride() == rows.stride()
+    assert torch.equal(indices, rows)
 
 
 def test_a_switch_of_backends_is_not_measured_beside_what_hides_it():
