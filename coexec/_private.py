@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms as _eager_transforms
 from torch._functorch import vmap as _vmap
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import graph as _graph
 from torch.fx.experimental.symbolic_shapes import (
@@ -27,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -91,6 +93,28 @@ def become(placeholder: torch.Tensor, real: torch.Tensor) -> None:
         placeholder.__class__ = real.__class__
         torch._C._swap_tensor_impl(placeholder, real)
         real._coexec_became = placeholder  # type: ignore[attr-defined]  # C++ code may hold what is `real` now
+    if _hulls.kept:
+        _hulls.append(real)
+
+
+class _Hulls(list[torch.Tensor]):
+    """What placeholders were, while C++ code that holds them by reference only may be running."""
+
+    kept = False
+
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """Keeps those of placeholders that become something, until the next time."""
+        self.clear()
+        self.kept = True
+        try:
+            yield
+        finally:
+            self.kept = False
+
+
+_hulls = _Hulls()
+keep_hulls = _hulls.keep
 
 
 def successor(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,6 +252,31 @@ def without_own_modes() -> Iterator[None]:
                 _pop_mode()
         for mode in stack:
             _push_mode(mode)
+
+
+@contextmanager
+def in_no_context() -> Iterator[None]:
+    """A context in which nothing is active that changes operations: what runs is not the caller's."""
+    tracing = _C._get_tracing_state()
+    _C._set_tracing_state(None)
+    try:
+        with (
+            DisableTorchFunction(),
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            temporarily_clear_interpreter_stack(),
+        ):
+            yield
+    finally:
+        _C._set_tracing_state(tracing)
+
+
+def leave_own_modes() -> None:
+    """Leaves the innermost modes of this thread as long as they are coexec's, for good."""
+    while (stack := _get_current_function_mode_stack()) and isinstance(stack[-1], OwnMode):
+        _pop_mode()
+    while isinstance(innermost_dispatch_mode(), OwnMode):
+        _pop_dispatch_mode()
 
 
 def without_current_modes() -> AbstractContextManager[Any]:

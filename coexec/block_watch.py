@@ -277,6 +277,14 @@ def _install() -> None:
         place.occupy()
 
 
+def forget() -> None:
+    """Ends all watches, in a child process that has none of the blocks."""
+    global _lock
+    _lock = threading.Lock()
+    _watches.clear()
+    _uninstall()
+
+
 def _uninstall() -> None:
     while _saved:
         owner, name, original, stand_in = _saved.pop()

@@ -6,14 +6,16 @@ Out: the `ProgramState`, the same for every iteration of the program.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from types import CodeType, FrameType
 
-from coexec._private import default_device
+from coexec import block_watch
+from coexec._private import default_device, leave_own_modes
 from coexec.options import Options
 from coexec.program_state import ProgramState
-from coexec.runners.pending import settle_all
+from coexec.runners import pending
 
 _states: dict[tuple[object, ...], ProgramState] = {}
 _lock = threading.Lock()
@@ -37,11 +39,27 @@ def all_states() -> list[ProgramState]:
 
 def reset() -> None:
     """Forgets all programs; the next iteration of each starts in the tracing phase."""
-    settle_all()
+    pending.settle_all()
     with _lock:
         for state in _states.values():
             state.stop_compiling()
         _states.clear()
+
+
+def _after_fork() -> None:
+    """In a child process the threads of the GraphRunners are gone, and nobody can wait for their ends."""
+    global _lock
+    _lock = threading.Lock()
+    pending.after_fork()
+    block_watch.forget()
+    leave_own_modes()
+    for state in _states.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(state))
+    _states.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=pending.settle_all, after_in_child=_after_fork)
 
 
 def _name(code: CodeType, line: int, key: object) -> str:

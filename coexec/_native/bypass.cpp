@@ -90,6 +90,7 @@ void let_pass() { c10::impl::tls_set_dispatch_key_excluded(kWithoutValue, true);
 void bind_bypass(py::module_& m) {
   m.def("set_current", [](py::object function) { current = function.release().ptr(); });
   m.def("mark", &mark);
+  m.def("is_marked", &is_marked);
   m.def("unmark", [](const at::Tensor& tensor) {
     c10::DispatchKeySet& keys = Keys::of(*tensor.unsafeGetTensorImpl());
     keys = keys.remove(kWithoutValue);

@@ -24,8 +24,18 @@ from coexec.executors.job import Job, Unsupported, compiled, kernel_threads
 from coexec.executors.registers import Registers, registers_of
 from coexec.executors.sizes import before_late_symbols
 from coexec.tracegraph.graph import TraceGraph
-from coexec.tracegraph.instructions import at_commit, reads, spliced
-from coexec.tracegraph.program import Call, Compiled, CompiledBlock, Feed, Fetch, Instruction, Program, When
+from coexec.tracegraph.instructions import at_commit, reads, spliced, writes
+from coexec.tracegraph.program import (
+    Call,
+    Compiled,
+    CompiledBlock,
+    Feed,
+    Fetch,
+    Instruction,
+    Move,
+    Program,
+    When,
+)
 from coexec.tracegraph.sizes import varies
 from coexec.tracegraph.symbolic import SharedShadow, lower
 
@@ -93,6 +103,8 @@ def _parts(program: Program) -> dict[int, list[Part]]:
         raise Unsupported("a result views an external tensor on some paths only")
     registers = registers_of(program)
     views = registers.views
+    if any(_lies_where_a_number_says(program.plans[n].outputs[o], registers) for n, o in program.rebased):
+        raise Unsupported("a result views an external tensor at a place that varies")
     # A library is fed a copy, a tensor: no use for what the commit writes, and for the numbers of calls.
     unfed = {r for i in program.instructions if at_commit(i) for r in reads(i)}
     unfed |= {r for i in program.instructions if not is_compiled(i, registers) for r in reads(i)}
@@ -155,6 +167,21 @@ def _pieces(block: Sequence[Instruction], registers: Registers, unfed: set[int])
         [i for i in late if isinstance(i, Call)],
         [i for i in block if at_commit(i) and not is_late(i)],
     )
+
+
+def _lies_where_a_number_says(view: int, registers: Registers) -> bool:
+    """Whether a number that varies decides which part of its memory a view is."""
+    makers = {o: i for i in registers.program.instructions if isinstance(i, (Call, Move)) for o in writes(i)}
+    reached = [view]
+    for register in reached:
+        maker = makers.get(register)
+        if isinstance(maker, Call) and registers.holds_number(maker.args):
+            return True
+        memory = registers.views.get(register, {register})
+        for read in reads(maker) if maker is not None else ():
+            if read not in reached and not memory.isdisjoint(registers.views.get(read, {read})):
+                reached.append(read)
+    return False
 
 
 def _compiled_pieces(pieces: _Pieces, registers: Registers, needed: set[int]) -> list[Part]:

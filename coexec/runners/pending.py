@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from coexec._native import core
-from coexec._private import successor, without_current_modes
+from coexec._private import in_no_context, keep_hulls, successor
 from coexec.runners.graph_runner import GraphRunner
 from coexec.tracegraph.calls import tensors_in
 
@@ -87,7 +87,7 @@ class Pending:
             if self.settled:
                 return
             self.settled = True
-            with torch._C.DisableTorchFunction(), without_current_modes():  # of the next iteration's block
+            with in_no_context():  # that of whoever needs a result has nothing to do with it
                 self.graph_runner.join()
                 self.lift()
                 for tensor in self._owned:
@@ -123,8 +123,17 @@ def current(tensor: torch.Tensor) -> torch.Tensor:
     tensor = successor(tensor)
     owner = _owners.get(id(tensor))
     if owner is not None:
-        owner.settle()
+        with keep_hulls():
+            owner.settle()
+    elif core.is_marked(tensor):  # a copy that C++ code has made of the object, with its memory
+        settle_all()
     return tensor
+
+
+def after_fork() -> None:
+    """In a child process, where no other thread is left that could hold the lock."""
+    global _lock
+    _lock = threading.RLock()
 
 
 if core is not None:

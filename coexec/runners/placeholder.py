@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._native import core
-from coexec._private import OwnMode, become, make_wrapper, name_node
+from coexec._private import OwnMode, become, keep_hulls, make_wrapper, name_node
 from coexec.tracegraph import calls
 from coexec.tracegraph.trace import Produced, TensorMeta
 
@@ -96,7 +96,8 @@ class Guard(OwnMode, TorchDispatchMode):
 
     def _seen(self, name: str, tensor: torch.Tensor) -> None:
         if self._is_placeholder(tensor):
-            self._give_up(name)
+            with keep_hulls():
+                self._give_up(name)
 
 
 def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch.Tensor:

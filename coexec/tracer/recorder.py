@@ -107,6 +107,7 @@ class _OpenEvent:
     sources: list[Source] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     read: set[int] = field(default_factory=set)  # memory that operations had as an argument
+    own: dict[Geometry, Computed] = field(default_factory=dict)  # what its operations made
 
     def is_differentiable(self) -> bool:
         """Whether what it computes may have a history; it cannot be computed on fetched values then."""
@@ -553,7 +554,7 @@ class Recorder(OwnMode, TorchDispatchMode):
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 raise Untraceable("CX0107", f"{function} returned a {type(tensor).__name__}")
-            if self._memory.value(geometry_of(tensor)) is not None:
+            if self._exists(tensor, tensors):
                 results.append(None)
                 existing[-1] = (tuple(tensor.shape), tensor.stride())
                 continue
@@ -568,8 +569,22 @@ class Recorder(OwnMode, TorchDispatchMode):
             fresh.append((tensor, Computed(event.index, number, index)))
         for tensor, computed in fresh:
             self._memory.add(tensor, computed)
+            event.own[geometry_of(tensor)] = computed
         shaped = is_shaped_by_data(function, given)
         event.operations.append(operation(function, args, results, shaped_by_data=shaped, existing=existing))
+
+    def _exists(self, tensor: torch.Tensor, arguments: list[torch.Tensor]) -> bool:
+        """Whether a result of an operation is a value that the event has already.
+
+        That another event made the same view of the same memory is so in this trace only.
+        """
+        assert self._open is not None
+        geometry = geometry_of(tensor)
+        return (
+            geometry in self._open.own
+            or any(geometry == geometry_of(a) for a in arguments if a.layout is torch.strided)
+            or (self._open.backward and self._memory.value(geometry) is not None)
+        )
 
     def _check_written(self, function: Any, given: tuple[Any, ...], returned: Any) -> None:
         """What `empty` made has to be written before it is read; C++ may do that without any operation."""
@@ -608,14 +623,27 @@ class Recorder(OwnMode, TorchDispatchMode):
         if tensor.layout is not torch.strided:
             raise Untraceable("CX0107", f"{function} reads a tensor of layout {tensor.layout}")
         known = self._known.get(id(tensor))
-        if known is not None and known.reference() is tensor and isinstance(known.binding, External):
-            return self._refer(known.binding)  # others may share its memory, but not in every iteration
+        if known is not None and known.reference() is tensor and known.binding is not None:
+            return self._refer(
+                self._made_by(known.binding)
+            )  # others may be alike, but not in every iteration
         geometry = geometry_of(tensor)
-        source = self._memory.value(geometry)
+        own = None if self._open is None else self._open.own.get(geometry)
+        source = own or self._memory.value(geometry)
         if source is not None:
             return self._refer(source)
         root = self._memory.root(geometry[0])
         return self._constant(tensor, function) if root is None else self._view(tensor, geometry, *root)
+
+    def _made_by(self, binding: Produced | External) -> Source:
+        """What made a tensor object that Python has."""
+        if isinstance(binding, External):
+            return binding
+        event = self._events[binding.event]
+        value = event.outputs[binding.output].value
+        if isinstance(value, Input):
+            return event.sources[value.index]
+        return Computed(binding.event, value.operation, value.result)
 
     def _view(self, tensor: torch.Tensor, geometry: Geometry, root: Geometry, source: Source) -> Value:
         """Memory that is known, in a geometry that no operation made: an `as_strided` of it."""

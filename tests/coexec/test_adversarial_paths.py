@@ -325,3 +325,36 @@ def test_what_a_call_passes_on_is_that_of_the_path():
     # One for each of the two, and none when both are met together in step 53.
     assert report.fallbacks == 2, report.summary()
     assert report.steps["co-execution"] >= 50
+
+
+VIEWS = {
+    "t": lambda v: v.t(),
+    "expand": lambda v: v.expand(2, 3, 3),
+    "row": lambda v: v[1],
+    "view": lambda v: v.view(9),
+    "slice": lambda v: v[:2],
+    "detach": lambda v: v.detach(),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_is_of_what_its_own_call_was_given(name, requires_grad):
+    """In some traces two calls made the same view of the same memory, and one was taken for the other."""
+
+    def make():
+        return SimpleNamespace(c=torch.ones(3, 3, requires_grad=requires_grad), log=[])
+
+    def step(s, k, tape):
+        x = torch.randn(3, 3)
+        with tape():
+            v = x * 0.5 if (k >> 1) & 1 else s.c
+            r = VIEWS[name](v).sum()
+            if k % 2:
+                r = r + VIEWS[name](s.c).sum()
+            if r.requires_grad:
+                s.c.grad = None
+                r.backward()
+            s.log.append(r.item())
+
+    compare(make, step, 16)

@@ -133,3 +133,26 @@ def test_blocks_are_parted_at_a_call_with_a_number_that_no_compiler_takes(name):
             s.log.append(y.sum().item())
 
     assert ran_by(nothing, step, 14) == {"inductor", "aten"}
+
+
+KEPT = {
+    "an index": lambda b, k: b[k % 3],
+    "a selection": lambda b, k: b.select(0, k % 3),
+    "of a result": lambda b, k: (b * 2).select(0, k % 3),
+    "written": lambda b, k: b.select(0, k % 3).mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_view_at_a_place_that_varies_is_kept(name):
+    def make():
+        return SimpleNamespace(b=torch.arange(9.0).view(3, 3), log=[])
+
+    def step(s, k, tape):
+        with tape():
+            h = s.b.sum() * 2
+            h.item()
+            s.kept = KEPT[name](s.b, k)
+        s.log.append(s.kept.clone())
+
+    ran_by(make, step, 14)

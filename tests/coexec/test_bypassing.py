@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -276,3 +277,63 @@ def test_operators_for_control_flow_run_in_a_block(name, every):
             s.log.append(y.detach() * 1)
 
     compare(weights("a"), step, 8)
+
+
+CONTEXTS = {
+    "torch.func.grad": lambda s, x: torch.func.grad(lambda v: (s.model(v) * s.kept).sum())(x),
+    "torch.func.jvp": lambda s, x: torch.func.jvp(lambda v: v @ s.model.weight.t(), (x,), (x,))[1],
+    "inference mode": lambda s, x: torch.inference_mode()(s.model)(x).clone(),
+    "no gradients": lambda s, x: torch.no_grad()(s.model)(x),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_results_are_the_same_wherever_they_are_first_used_behind_the_block(name):
+    def step(s, k, tape):
+        x = torch.randn(2, 4)
+        with tape():
+            h = s.model(x)
+            train(s, h.square().mean())
+            s.kept = h.detach() * 2
+        s.log.append(CONTEXTS[name](s, x).sum().item())
+        s.extra = (s.kept * s.model(x)).sum()
+        s.extra.backward()
+        s.extra = s.extra.detach()
+        s.log.append(s.model.weight.grad.sum().item())
+
+    compare(linear, step, 7, every=7, synchronous=False)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_forked_process_trains_on(synchronous):
+    program = f"""
+import os, torch, coexec
+torch.set_num_threads(1)
+w, wide = torch.ones(2, requires_grad=True), torch.eye(200)
+def step():
+    with coexec.GradientTape(synchronous={synchronous}):
+        b = wide
+        for _ in range(5):
+            b = b @ wide
+        w.grad = None
+        (w * 2 + b[0, 1]).sum().backward()
+for _ in range(6):
+    step()
+child = os.fork()
+assert w.grad.tolist() == [2.0, 2.0]
+for _ in range(6):
+    step()
+assert w.grad.tolist() == [2.0, 2.0]
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
