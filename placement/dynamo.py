@@ -60,7 +60,7 @@ def captured_graphs(
             nonlocal noted
             if not noted:
                 noted = True
-                found.append((graph, [tensor.detach().clone() for tensor in given]))
+                found.append((graph, [TensorSpec.of(t).lay_out(t.detach()) for t in given]))
             return graph.forward(*given)
 
         return run

@@ -131,7 +131,10 @@ def explore(model: Model, example_inputs: Sequence[Any], options: Options) -> Ex
         raise CaptureError("the model has no operations to place; it only passes its inputs or constants on.")
     devices = {torch.device(spec.device).type for spec in captured.inputs}
     chosen = registry.choose(options.backends, devices)
-    inputs = captured.flatten(*example_inputs)
+    inputs = [
+        tensor if tensor.stride() == spec.stride else spec.lay_out(tensor)
+        for tensor, spec in zip(captured.flatten(*example_inputs), captured.inputs, strict=True)
+    ]
     log = options.log
     costs = log if isinstance(log, CostLog) else CostLog(default_path() if log == "default" else log)
     protocol = replace(options.protocol or Protocol(), seed=options.seed)

@@ -155,6 +155,29 @@ def test_once_the_time_is_up_no_further_backend_compiles_for_the_segment_at_hand
     assert {"single aten-channels-last", "single as-slow"} <= set(report.measured)  # never worse than these
 
 
+def test_inputs_of_a_graph_are_searched_with_in_the_strides_that_it_was_made_for(quick):
+    rows = torch.arange(8 * 65).view(8, 65)[:, :64] % 7
+    graph = capture(seeded(nn.Embedding(7, 4)), (rows,)).graph.module
+    seen = []
+
+    class Watching(ChannelsLast):
+        name = "watching"
+
+        def supports(self, segment):
+            return None
+
+        def compile(self, lowered, segment):
+            def run(*inputs):
+                seen.extend(t.stride() for t in inputs if t.dtype is torch.int64)
+                return segment.module(*inputs)
+
+            return run
+
+    options = {"protocol": quick, "registry": Registry([Aten(), Watching()]), "log": None, "level": "op"}
+    placement.optimize(graph, [rows.clone(memory_format=torch.contiguous_format)], **options)
+    assert set(seen) == {rows.stride()}
+
+
 def test_example_values_lie_in_memory_as_the_models_own_do():
     rows = torch.arange(8 * 65).view(8, 65)[:, :64] % 7
     captured = capture(seeded(nn.Embedding(7, 4)), (rows,))
