@@ -193,6 +193,33 @@ def runs_python(operation: Any) -> bool:
     return any(f"{name}/{key}" in torch.library._impls for key in _KERNEL_KEYS)
 
 
+_AUTOGRAD_KEYS = (
+    "AutogradFunctionality",
+    "AutogradCPU",
+    "AutogradCUDA",
+    "AutogradOther",
+    "AutogradNestedTensor",
+    "ADInplaceOrView",
+)
+
+
+def run_seen(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs what a dispatch mode was given, as it would have run without the mode.
+
+    Autograd looks into an operation in Python that has no formula for it; where a mode is called it is excluded.
+    """
+    if isinstance(operation, HigherOrderOperator) or not runs_python(operation):
+        return operation(*args, **kwargs)
+    name = operation.name()
+    if any(_C._dispatch_has_kernel_for_dispatch_key(name, key) for key in ("AutogradCPU", "AutogradCUDA")):
+        return operation(*args, **kwargs)
+    excluded = _C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(getattr(_C.DispatchKey, key))
+    with _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded):
+        return operation(*args, **kwargs)
+
+
 #: The base of autograd functions whose `apply` is the one of C++, and that one.
 AUTOGRAD_FUNCTION: Any = torch.autograd.function._SingleLevelFunction
 AUTOGRAD_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coexec._private import HigherOrderOperator, runs_python, shapes_without_values
+from coexec._private import HigherOrderOperator, run_seen, runs_python, shapes_without_values
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.trace import Input, Local, Operation, Result, TensorMeta, Value
 from coexec.tracer.memory import Geometry, geometry_of, storage_id
@@ -199,7 +199,7 @@ class _Operations(TorchDispatchMode):
         if isinstance(function, HigherOrderOperator):
             self.failure = self.failure or "it calls functions of the user"
         if self.failure is not None or function.namespace in functions.ANNOTATING_NAMESPACES:
-            return function(*args, **kwargs)
+            return run_seen(function, args, kwargs)
         with torch._C.DisableTorchFunction():
             try:
                 positional = positional_arguments(function, args, kwargs)
@@ -207,8 +207,8 @@ class _Operations(TorchDispatchMode):
                 values = tuple(encoded(a, self._value) for a in positional)
             except Unrecordable as e:
                 self.failure = str(e)
-                return function(*args, **kwargs)
-            returned = function(*args, **kwargs)
+                return run_seen(function, args, kwargs)
+            returned = run_seen(function, args, kwargs)
             try:
                 self._add(function, positional, values, returned)
             except Unrecordable as e:

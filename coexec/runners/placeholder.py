@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._native import core
-from coexec._private import OwnMode, become, keep_hulls, make_wrapper, name_node
+from coexec._private import OwnMode, become, keep_hulls, make_wrapper, name_node, run_seen
 from coexec.tracegraph import calls
 from coexec.tracegraph.trace import Produced, TensorMeta
 
@@ -92,7 +92,7 @@ class Guard(OwnMode, TorchDispatchMode):
     ) -> Any:
         if any(self._is_placeholder(t) for t in calls.tensors_in((args, kwargs))):
             self._give_up(function)
-        return function(*args, **(kwargs or {}))
+        return run_seen(function, args, kwargs or {})
 
     def _seen(self, name: str, tensor: torch.Tensor) -> None:
         if self._is_placeholder(tensor):

@@ -24,6 +24,7 @@ from coexec._private import (
     WithoutModes,
     is_exposed,
     is_transformed,
+    run_seen,
     runs_python,
     transform_depth,
 )
@@ -485,13 +486,13 @@ class Recorder(OwnMode, TorchDispatchMode):
         if isinstance(function, HigherOrderOperator):
             self.fail("CX0102", f"torch.{function.name()} calls functions of the user")
         if self.cause is not None or function.namespace in functions.ANNOTATING_NAMESPACES:
-            return function(*args, **kwargs)
+            return run_seen(function, args, kwargs)
         try:
             before = self._before_operation(function, args, kwargs)
         except Untraceable as e:
             self.fail(e.id, e.detail)
-            return function(*args, **kwargs)
-        returned = function(*args, **kwargs)
+            return run_seen(function, args, kwargs)
+        returned = run_seen(function, args, kwargs)
         if before is not None:
             try:
                 self._after_operation(function, before, returned)

@@ -337,3 +337,20 @@ if child:
         timeout=300,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+library = torch.library.Library("coexec_tests", "FRAGMENT")
+library.define("tripled(Tensor x) -> Tensor")
+library.impl("tripled", lambda x: x * 3, "CPU")  # and nothing for autograd
+
+
+def test_autograd_looks_into_an_operation_in_python_without_a_formula():
+    def step(s, k, tape):
+        with tape():
+            y = s.a * (k + 1.0)
+            z = torch.ops.coexec_tests.tripled(y)
+            s.a.grad = None
+            (z.sum() + y.sum()).backward()
+            s.log.append(z.detach() * 1)
+
+    compare(weights("a"), step, 9)
