@@ -206,7 +206,7 @@ _AUTOGRAD_KEYS = (
 def run_seen(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs what a dispatch mode was given, as it would have run without the mode.
 
-    Autograd looks into an operation in Python that has no formula for it; where a mode is called it is excluded.
+    Autograd looks into an operation in Python that has no formula for it; in a mode it is excluded.
     """
     if isinstance(operation, HigherOrderOperator) or not runs_python(operation):
         return operation(*args, **kwargs)
