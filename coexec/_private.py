@@ -104,8 +104,7 @@ class _Hulls(list[torch.Tensor]):
 
     @contextmanager
     def keep(self) -> Iterator[None]:
-        """Keeps those of placeholders that become something, until the next time."""
-        self.clear()
+        """Keeps those of placeholders that become something, until `forget_hulls`."""
         self.kept = True
         try:
             yield
@@ -114,7 +113,7 @@ class _Hulls(list[torch.Tensor]):
 
 
 _hulls = _Hulls()
-keep_hulls = _hulls.keep
+keep_hulls, forget_hulls = _hulls.keep, _hulls.clear
 
 
 def successor(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,11 +105,9 @@ def _parts(program: Program) -> dict[int, list[Part]]:
     views = registers.views
     if any(_lies_where_a_number_says(program.plans[n].outputs[o], registers) for n, o in program.rebased):
         raise Unsupported("a result views an external tensor at a place that varies")
-    # A library is fed a copy, a tensor: no use for what the commit writes, and for the numbers of calls.
-    unfed = {r for i in program.instructions if at_commit(i) for r in reads(i)}
-    unfed |= {r for i in program.instructions if not is_compiled(i, registers) for r in reads(i)}
+    uncompiled = _uncompiled(registers)
     blocks = {
-        first: _pieces(program.instructions[first:end], registers, unfed) for first, end in program.blocks
+        first: _pieces(program.instructions[first:end], program, uncompiled) for first, end in program.blocks
     }
     units = [unit for pieces in blocks.values() for unit in pieces.units]
     shared = shared_across(program, views, units)
@@ -148,18 +146,22 @@ class _Pieces:
         return replace(self, stretches=stretches)
 
 
-def _pieces(block: Sequence[Instruction], registers: Registers, unfed: set[int]) -> _Pieces:
-    def can_be_compiled(instruction: Instruction) -> bool:
-        if isinstance(instruction, Feed) and instruction.out in unfed:
-            return False
-        return is_compiled(instruction, registers)
+def _uncompiled(registers: Registers) -> set[int]:
+    """The ids of the instructions that stay as they are."""
+    instructions = registers.program.instructions
+    calls = [i for i in instructions if not is_compiled(i, registers)]
+    # A library is fed a copy, a tensor: no use for what the commit writes, and for the numbers of calls.
+    unfed = {r for i in instructions if at_commit(i) for r in reads(i)}.union(*map(reads, calls))
+    return {id(i) for i in (*calls, *(i for i in instructions if isinstance(i, Feed) and i.out in unfed))}
 
+
+def _pieces(block: Sequence[Instruction], program: Program, uncompiled: set[int]) -> _Pieces:
     late = [i for i in block if is_late(i)]
     stretches: list[tuple[bool, list[Instruction]]] = []
-    body_of_block = (i for i in block if not at_commit(i) and not is_late(i))
-    for can_be, group in itertools.groupby(body_of_block, can_be_compiled):
+    now = (i for i in block if not at_commit(i) and not is_late(i))
+    for can_be, group in itertools.groupby(now, lambda i: id(i) not in uncompiled):
         body = list(group)
-        parts = before_late_symbols(body, registers.program) if can_be else [body]
+        parts = before_late_symbols(body, program) if can_be else [body]
         stretches += [(can_be and any(isinstance(i, (Call, Feed, Fetch)) for i in p), p) for p in parts]
     return _Pieces(
         tuple(stretches),

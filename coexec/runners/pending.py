@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from coexec._native import core
-from coexec._private import in_no_context, keep_hulls, successor
+from coexec._private import forget_hulls, in_no_context, keep_hulls, successor
 from coexec.runners.graph_runner import GraphRunner
 from coexec.tracegraph.calls import tensors_in
 
@@ -123,6 +123,7 @@ def current(tensor: torch.Tensor) -> torch.Tensor:
     tensor = successor(tensor)
     owner = _owners.get(id(tensor))
     if owner is not None:
+        forget_hulls()
         with keep_hulls():
             owner.settle()
     elif core.is_marked(tensor):  # a copy that C++ code has made of the object, with its memory

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._native import core
-from coexec._private import OwnMode, become, keep_hulls, make_wrapper, name_node, run_seen
+from coexec._private import OwnMode, become, forget_hulls, keep_hulls, make_wrapper, name_node, run_seen
 from coexec.tracegraph import calls
 from coexec.tracegraph.trace import Produced, TensorMeta
 
@@ -85,6 +85,7 @@ class Guard(OwnMode, TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         if core is not None:
             core.handle_bypassed(self._outer)
+        forget_hulls()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
