@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,8 +77,10 @@ class TVM(Backend):
         module, constants = with_constants_as_inputs(segment.module)
         examples = (*(empty(s) for s in segment.inputs), *constants)
         try:
-            program = torch.export.export(module, examples).run_decompositions(front_end_table())
-            relaxed = from_exported_program(program, run_ep_decomposition=False)
+            with warnings.catch_warnings():  # it uses what newer versions of PyTorch deprecate
+                warnings.simplefilter("ignore")
+                program = torch.export.export(module, examples).run_decompositions(front_end_table())
+                relaxed = from_exported_program(program, run_ep_decomposition=False)
             with tvm.target.Target(target_of(segment.device)):
                 passes = [
                     relax.transform.LegalizeOps(),
