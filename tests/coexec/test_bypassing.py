@@ -344,6 +344,7 @@ library.define("tripled(Tensor x) -> Tensor")
 library.impl("tripled", lambda x: x * 3, "CPU")  # and nothing for autograd
 
 
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
 def test_autograd_looks_into_an_operation_in_python_without_a_formula():
     def step(s, k, tape):
         with tape():

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec import _private
+from coexec._native import core
 from coexec.block_watch import BlockWatch
 from coexec.tracegraph.calls import meta_of
 from tests.coexec.harness import Twice
@@ -230,3 +231,108 @@ def test_a_symbolic_carrier_has_a_symbol_of_its_range_and_what_is_assumed_of_it_
 
     assert bool(first.shape[0] == second.shape[0]), "only of the usual ones"
     assert _private._assumptions(carriers)
+
+
+def test_what_an_object_was_knows_what_it_has_become():
+    placeholder, real = torch.zeros(2), torch.ones(3)
+
+    _private.become(placeholder, real)  # `real` is what the placeholder was
+
+    assert _private.successor(real) is placeholder
+    assert _private.successor(placeholder) is placeholder
+    assert placeholder.shape == (3,)
+
+
+@pytest.mark.skipif(core is None, reason="the native core marks tensors")
+def test_operations_on_marked_tensors_are_seen_above_autograd(monkeypatch):
+    seen = []
+    tensor = torch.ones(3, requires_grad=True)
+
+    def handler(name, found):
+        seen.append((name, found is tensor))
+        core.unmark(found)
+
+    assert core.mark(tensor)
+    assert not core.mark(tensor)
+    assert core.is_marked(tensor)
+    before = core.handle_bypassed(handler)
+    try:
+        result = torch.stack([tensor * 2, torch.ones(3)]).sum() + tensor.sum()
+    finally:
+        core.handle_bypassed(before)
+    result.backward()
+
+    assert seen == [("aten::mul.Tensor", True)]
+    assert tensor.grad.tolist() == [3.0] * 3
+
+
+LIBRARY = torch.library.Library("coexec_private", "FRAGMENT")
+LIBRARY.define("in_python(Tensor x) -> Tensor")
+LIBRARY.impl("in_python", lambda x: x * 3, "CPU")
+
+
+def test_operations_in_python_are_told_apart():
+    assert _private.runs_python(torch.ops.coexec_private.in_python.default)
+    assert not _private.runs_python(torch.ops.aten.add.Tensor)
+    assert not _private.runs_python(torch.ops.coexec.fetch.default) or core is None
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+def test_autograd_is_not_excluded_where_a_mode_runs_an_operation_in_python():
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return _private.run_seen(function, args, kwargs or {})
+
+    x = torch.ones(2, requires_grad=True)
+    with Seeing():
+        y = torch.ops.coexec_private.in_python(x)
+
+    y.sum().backward()
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_modes_of_ours_are_inactive_for_a_while_and_those_of_the_user_are_not():
+    calls = []
+
+    class Ours(_private.OwnMode, TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append("ours")
+            return function(*args, **(kwargs or {}))
+
+    class Users(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append("the user's")
+            return function(*args, **(kwargs or {}))
+
+    with Ours(), Users():
+        with _private.without_own_modes():
+            torch.add(torch.ones(1), 1)
+        inside, calls[:] = set(calls), []
+        torch.add(torch.ones(1), 1)
+
+    assert inside == {"the user's"}
+    assert set(calls) == {"ours", "the user's"}
+
+
+def test_nothing_is_active_in_no_context():
+    made = []
+
+    def inside(x):
+        with _private.in_no_context():
+            made.append((torch.ones(2) * 2).is_inference())
+            made.append(_private.is_transformed(torch.ones(2) * 2))
+        return (x * 2).sum()
+
+    with torch.inference_mode():
+        inside(torch.ones(2))
+    torch.func.grad(inside)(torch.ones(2))
+
+    assert made == [False] * 4
+
+
+def test_autograd_functions_and_scripts_have_one_entry_each():
+    assert _private.AUTOGRAD_APPLY.__get__(None, Twice)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert "apply" not in _private.AUTOGRAD_FUNCTION.__dict__
+    assert all(callable(kind.__call__) for kind in _private.SCRIPTED)
+    assert all(callable(getattr(module, name)) for module, name in _private.EXPORTS)
+    assert all(callable(getattr(module, name)) for module, name in _private.CONTROL_FLOW)
