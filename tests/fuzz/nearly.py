@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-4
-"""The latter is what an adaptive optimizer makes of a gradient that is nothing but rounding (see `OPTIMIZERS`)."""
+"""The latter is what adaptive optimizers make of gradients that are nothing but rounding."""
 _NUMBER = re.compile(r"-?\d+\.\d*(?:e[-+]?\d+)?")
 _FLOATING = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
