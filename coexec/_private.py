@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -382,7 +383,13 @@ def compile_ahead_of_time(
         for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
             node.meta["val"] = example
     try:
-        with size_options.patch(backed_size_oblivious=True):  # choices hold for all sizes where they can
+        with (
+            size_options.patch(backed_size_oblivious=True),  # choices hold for all sizes where they can
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter(
+                "ignore"
+            )  # of PyTorch about itself; an error, they would end the compilation
             files: Any = torch._inductor.aot_compile(module, examples, options=options)
     except Exception as error:  # whatever it is, the operations run without a compiler
         said = str(error).strip().splitlines() or [type(error).__name__]
