@@ -387,9 +387,7 @@ def compile_ahead_of_time(
             size_options.patch(backed_size_oblivious=True),  # choices hold for all sizes where they can
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter(
-                "ignore"
-            )  # of PyTorch about itself; an error, they would end the compilation
+            warnings.simplefilter("ignore")  # as errors, they would end the compilation
             files: Any = torch._inductor.aot_compile(module, examples, options=options)
     except Exception as error:  # whatever it is, the operations run without a compiler
         said = str(error).strip().splitlines() or [type(error).__name__]
