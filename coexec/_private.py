@@ -6,6 +6,7 @@ that changes one fails there first.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import warnings
@@ -186,11 +187,15 @@ _KERNEL_KEYS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAu
 
 def runs_python(operation: Any) -> bool:
     """Whether an operation is implemented in Python, as `torch.library` lets users do."""
-    if operation._defined_in_python:
-        return True
-    name = operation._schema.name.replace("::", "/")
-    name += f".{operation._schema.overload_name}" if operation._schema.overload_name else ""
-    return any(f"{name}/{key}" in torch.library._impls for key in _KERNEL_KEYS)
+    in_python: bool = operation._defined_in_python
+    return in_python or not _kernels_of(operation).isdisjoint(torch.library._impls)
+
+
+@functools.cache
+def _kernels_of(operation: Any) -> frozenset[str]:
+    """What `torch.library` calls the kernels of an operation."""
+    name = operation.name().replace("::", "/")
+    return frozenset(f"{name}/{key}" for key in _KERNEL_KEYS)
 
 
 _AUTOGRAD_KEYS = (

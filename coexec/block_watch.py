@@ -147,10 +147,11 @@ def _watched_script(call: Any) -> Any:
     return watched
 
 
-def _watched_export(export: Any) -> Any:
+def _watched_call(kind: Watched, name: str, original: Any) -> Any:
+    @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _report(Watched.KEEPS, "to_dlpack", args):
-            return export(*args, **kwargs)
+        with _report(kind, name, (args, kwargs)):
+            return original(*args, **kwargs)
 
     return watched
 
@@ -163,39 +164,6 @@ def _watched_new(new: Any) -> Any:
             return make(cls, data, requires_grad)
 
     return staticmethod(watched)
-
-
-def _watched_make_subclass(make: Any) -> Any:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with _report(Watched.KEEPS, "Tensor._make_subclass", args):
-            return make(*args, **kwargs)
-
-    return staticmethod(watched)
-
-
-def _watched_as_subclass(change: Any) -> Any:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with _report(Watched.KEEPS, "Tensor.as_subclass", args):
-            return change(*args, **kwargs)
-
-    return watched
-
-
-def _watched_control_flow(operator: Any) -> Any:
-    @functools.wraps(operator)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with _report(Watched.COMPILES, f"torch.{operator.__name__}", (args, kwargs)):
-            return operator(*args, **kwargs)
-
-    return watched
-
-
-def _watched_entry(begin: Any) -> Any:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with _report(Watched.TRANSFORMS, "a torch.func transform"):
-            return begin(*args, **kwargs)
-
-    return watched
 
 
 def _watched_update(functional: Functional, original: Any) -> Any:
@@ -244,18 +212,23 @@ class _Place:
 
 def _places() -> list[_Place]:
     optim: Any = torch.optim
+    keeps_class = functools.partial(_watched_call, Watched.KEEPS, "Tensor._make_subclass")
+
+    def calls(owner: Any, name: str, kind: Watched, title: str) -> _Place:
+        return _Place(owner, name, functools.partial(_watched_call, kind, title))
+
     found = [
         # The functions of torch.random find the generator in their module.
         _Place(torch.random, "default_generator", lambda _: _Generator()),
         # What `Function.apply` calls: programs may have got that one before the block.
         _Place(AUTOGRAD_FUNCTION, "apply", _watched_apply),
         *(_Place(kind, "__call__", _watched_script) for kind in SCRIPTED),
-        *(_Place(module, name, _watched_export) for module, name in EXPORTS),
+        *(calls(owner, name, Watched.KEEPS, "to_dlpack") for owner, name in EXPORTS),
         _Place(torch.nn.Parameter, "__new__", _watched_new),
-        _Place(torch.Tensor, "_make_subclass", _watched_make_subclass),
-        _Place(torch.Tensor, "as_subclass", _watched_as_subclass),
-        *(_Place(module, name, _watched_entry) for module, name in TRANSFORM_ENTRIES),
-        *(_Place(module, name, _watched_control_flow) for module, name in CONTROL_FLOW),
+        _Place(torch.Tensor, "_make_subclass", lambda make: staticmethod(keeps_class(make))),
+        calls(torch.Tensor, "as_subclass", Watched.KEEPS, "Tensor.as_subclass"),
+        *(calls(o, n, Watched.TRANSFORMS, "a torch.func transform") for o, n in TRANSFORM_ENTRIES),
+        *(calls(owner, name, Watched.COMPILES, f"torch.{name}") for owner, name in CONTROL_FLOW),
     ]
     for functional, original in ORIGINALS.items():
         module = importlib.import_module(functional.module)

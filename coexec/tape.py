@@ -212,6 +212,15 @@ def _chooses_start() -> bool:
     return active_profile() is None and not torch.cuda.is_initialized()  # a GPU's time is not Python's
 
 
+#: Why there is no trace of an iteration that makes such calls.
+_IN_NO_TRACE = {Watched.RANDOM: "CX0118", Watched.COMPILES: "CX0102"}
+
+
+def _made_in(kind: Watched) -> AbstractContextManager[None]:
+    """The context in which a watched call is made."""
+    return without_own_modes() if kind is Watched.COMPILES else nullcontext()
+
+
 class _Session:
     """What runs between a tape's entry and its exit."""
 
@@ -251,12 +260,9 @@ class _TracingSession(_Session):
         enter(self.recorder)
 
     def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
-        if kind is Watched.RANDOM:
-            self.recorder.fail("CX0118", name)
-        if kind is not Watched.COMPILES:
-            return nullcontext()
-        self.recorder.fail("CX0102", name)
-        return without_own_modes()
+        if kind in _IN_NO_TRACE:
+            self.recorder.fail(_IN_NO_TRACE[kind], name)
+        return _made_in(kind)
 
     def end(self, error: BaseException | None) -> None:
         leave(self.recorder)
@@ -300,7 +306,7 @@ class _DynamicSession(_Session):
         if kind is Watched.KEEPS:
             return self.runner.suspended()
         self.runner.synchronize()
-        return without_own_modes() if kind is Watched.COMPILES else nullcontext()
+        return _made_in(kind)
 
     def end(self, error: BaseException | None) -> None:
         leave(self.runner)
@@ -368,18 +374,13 @@ class _CoexecutionSession(_Session):
     def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Python is about to do something that no torch function shows."""
         self.runner.catch_up_or_fall_back()
-        if kind is Watched.RANDOM:
-            self._give_up(Mismatch("CX0118", name))
+        if kind in _IN_NO_TRACE:
+            self._give_up(Mismatch(_IN_NO_TRACE[kind], name))
             assert self._recorder is not None
-            self._recorder.fail("CX0118", name)
-        elif kind is Watched.COMPILES:
-            self._give_up(Mismatch("CX0102", name))
-            assert self._recorder is not None
-            self._recorder.fail("CX0102", name)
-            return without_own_modes()
+            self._recorder.fail(_IN_NO_TRACE[kind], name)
         elif kind is Watched.TRANSFORMS or self.runner.holds_symbol(arguments):
             self._give_up(Mismatch("CX0102", name))
-        return nullcontext()
+        return _made_in(kind)
 
     def _give_up(self, mismatch: Mismatch) -> None:
         if not self.runner.fell_back:

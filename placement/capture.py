@@ -41,6 +41,33 @@ class Captured:
     names: tuple[str, ...] = ()
     """The names of the model's arguments, in order."""
 
+    def fitted(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The graph's inputs in the strides that it is for; what lies so already is not copied.
+
+        Raises:
+            CaptureError: if these are not as many, of the same shapes, types and devices.
+        """
+        if len(tensors) != len(self.inputs):
+            raise CaptureError(f"{len(tensors)} tensors were given; it is optimized for {len(self.inputs)}.")
+        return [_fitted(n, t, spec) for n, (t, spec) in enumerate(zip(tensors, self.inputs, strict=True))]
+
+
+def _fitted(position: int, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if tensor.shape != spec.shape or tensor.dtype != spec.dtype or str(tensor.device) != spec.device:
+        raise CaptureError(
+            f"input {position} is {TensorSpec.of(tensor)} on {tensor.device}; it is optimized for "
+            f"{spec} on {spec.device}. Optimize again for other shapes, or pad the input."
+        )
+    if tensor.stride() == spec.stride:
+        return tensor
+    laid_out = spec.lay_out(tensor)
+    if 0 in spec.stride and not torch.equal(laid_out, tensor):
+        raise CaptureError(
+            f"input {position} was expanded when the model was optimized, and is not now: its "
+            "elements differ along that dimension. Optimize again with such an input."
+        )
+    return laid_out
+
 
 def capture(
     model: torch.nn.Module | ExportedProgram, examples: tuple[Any, ...], names: tuple[str, ...] = ()

@@ -131,10 +131,7 @@ def explore(model: Model, example_inputs: Sequence[Any], options: Options) -> Ex
         raise CaptureError("the model has no operations to place; it only passes its inputs or constants on.")
     devices = {torch.device(spec.device).type for spec in captured.inputs}
     chosen = registry.choose(options.backends, devices)
-    inputs = [
-        tensor if tensor.stride() == spec.stride else spec.lay_out(tensor)
-        for tensor, spec in zip(captured.flatten(*example_inputs), captured.inputs, strict=True)
-    ]
+    inputs = captured.fitted(captured.flatten(*example_inputs))
     log = options.log
     costs = log if isinstance(log, CostLog) else CostLog(default_path() if log == "default" else log)
     protocol = replace(options.protocol or Protocol(), seed=options.seed)

@@ -11,7 +11,6 @@ import torch
 
 from placement.capture import Captured
 from placement.errors import CaptureError, PlacementError
-from placement.graph import TensorSpec
 from placement.placements import Placement
 from placement.report import Report
 
@@ -34,7 +33,6 @@ class Placed:
         self.function = function
         """The placement as a function of the graph's inputs, unchecked."""
         self._report = report
-        self._specs = captured.inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model.
@@ -47,32 +45,16 @@ class Placed:
             return self.captured.unflatten(self.function(*tensors))
 
     def _checked(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if len(tensors) != len(self._specs):
-            raise CaptureError(f"{len(tensors)} tensors were given; it was optimized for {len(self._specs)}.")
+        fitted = self.captured.fitted(tensors)
         gradients = torch.is_grad_enabled()
-        out = []
-        for position, (tensor, spec) in enumerate(zip(tensors, self._specs, strict=True)):
-            if tensor.shape != spec.shape or tensor.dtype != spec.dtype or str(tensor.device) != spec.device:
-                raise CaptureError(
-                    f"input {position} is {TensorSpec.of(tensor)} on {tensor.device}; it was optimized for "
-                    f"{spec} on {spec.device}. Optimize again for other shapes, or pad the input."
-                )
+        for position, tensor in enumerate(tensors):
             if gradients and tensor.requires_grad:
                 raise CaptureError(
                     f"input {position} requires gradients, and a placed model computes none. Call it under "
                     'torch.no_grad(), or use torch.compile(model, backend="placement"), which places the '
                     "backward graph too."
                 )
-            if tensor.stride() != spec.stride:
-                laid_out = spec.lay_out(tensor)
-                if 0 in spec.stride and not torch.equal(laid_out, tensor):
-                    raise CaptureError(
-                        f"input {position} was expanded when the model was optimized, and is not now: its "
-                        "elements differ along that dimension. Optimize again with such an input."
-                    )
-                tensor = laid_out
-            out.append(tensor)
-        return out
+        return fitted
 
     def report(self) -> Report:
         """Which segment went where, at which cost, and what was measured.

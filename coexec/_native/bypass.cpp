@@ -5,6 +5,8 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <optional>
+
 namespace py = pybind11;
 
 namespace coexec {
@@ -40,15 +42,7 @@ bool replace(c10::IValue& value, const std::string& name) {
     return is_marked(value.toTensor());
   }
   bool left = false;
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list = value.toTensorList().copy();
-    for (size_t i = 0; i < list.size(); ++i) {
-      at::Tensor tensor = list[i];
-      if (is_marked(tensor)) list[i] = tensor = replaced(tensor, name);
-      left |= is_marked(tensor);
-    }
-    value = list;
-  } else if (value.isList()) {
+  if (value.isList()) {
     c10::List<c10::IValue> list = value.toList().copy();
     for (size_t i = 0; i < list.size(); ++i) {
       c10::IValue element = list.get(i);
@@ -68,12 +62,9 @@ void seen(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     size_t count = op.schema().arguments().size();
     for (size_t i = stack->size() - count; i < stack->size(); ++i) left |= replace((*stack)[i], name);
   }
-  if (left) {  // an error of what is below
-    c10::impl::ExcludeDispatchKeyGuard guard(kWithoutValue);
-    op.callBoxed(*stack);
-  } else {
-    op.callBoxed(*stack);
-  }
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> guard;
+  if (left) guard.emplace(kWithoutValue);  // an error of what is below
+  op.callBoxed(*stack);
 }
 
 }  // namespace

@@ -352,11 +352,11 @@ def _passed_on(event: Event, trace: Trace) -> dict[Source, Produced]:
             direct.add(binding)
         elif isinstance(binding, Produced):
             before = trace.events[binding.event]
-            value = before.outputs[binding.output].value
-            if isinstance(value, Input):
-                passed.setdefault(before.sources[value.index], binding)
+            source = before.made(binding.event, binding.output)
+            if isinstance(before.outputs[binding.output].value, Input):
+                passed.setdefault(source, binding)
             else:
-                direct.add(Computed(binding.event, value.operation, value.result))
+                direct.add(source)
     return {source: binding for source, binding in passed.items() if source not in direct}
 
 

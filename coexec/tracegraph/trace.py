@@ -206,6 +206,13 @@ class Event:
     result: Any  #: template of the return value (see `calls.build`); of a fetch, the value of each tensor
     backward: bool  #: depends on the whole path before it, not only on its arguments
 
+    def made(self, number: int, output: int) -> Source:
+        """What an output of this event, event `number` of its trace, is: passed on, or computed here."""
+        value = self.outputs[output].value
+        if isinstance(value, Input):
+            return self.sources[value.index]
+        return Computed(number, value.operation, value.result)
+
 
 @dataclass(frozen=True, slots=True)
 class ExternalTensor:

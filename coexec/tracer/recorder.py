@@ -625,9 +625,10 @@ class Recorder(OwnMode, TorchDispatchMode):
             raise Untraceable("CX0107", f"{function} reads a tensor of layout {tensor.layout}")
         known = self._known.get(id(tensor))
         if known is not None and known.reference() is tensor and known.binding is not None:
-            return self._refer(
-                self._made_by(known.binding)
-            )  # others may be alike, but not in every iteration
+            made = known.binding  # others may be alike, but not in every iteration
+            if isinstance(made, Produced):
+                return self._refer(self._events[made.event].made(made.event, made.output))
+            return self._refer(made)
         geometry = geometry_of(tensor)
         own = None if self._open is None else self._open.own.get(geometry)
         source = own or self._memory.value(geometry)
@@ -635,16 +636,6 @@ class Recorder(OwnMode, TorchDispatchMode):
             return self._refer(source)
         root = self._memory.root(geometry[0])
         return self._constant(tensor, function) if root is None else self._view(tensor, geometry, *root)
-
-    def _made_by(self, binding: Produced | External) -> Source:
-        """What made a tensor object that Python has."""
-        if isinstance(binding, External):
-            return binding
-        event = self._events[binding.event]
-        value = event.outputs[binding.output].value
-        if isinstance(value, Input):
-            return event.sources[value.index]
-        return Computed(binding.event, value.operation, value.result)
 
     def _view(self, tensor: torch.Tensor, geometry: Geometry, root: Geometry, source: Source) -> Value:
         """Memory that is known, in a geometry that no operation made: an `as_strided` of it."""

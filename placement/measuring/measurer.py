@@ -114,9 +114,8 @@ class Measurer:
             results[name] = result
         self.spent.measuring_s += time.perf_counter() - started
         self.spent.measured += len(results)
-        for backend in backends:
-            if backend.name in results:
-                self.costs.put(self.key(backend, mask), results[backend.name], segment.title)
+        for backend in (b for b in backends if b.name in results):
+            self.costs.put(self.key(backend, mask), results[backend.name], segment.title)
         return results
 
     def _compare(self, runs: list[Run], inputs: list[torch.Tensor]) -> list[Measurement]:

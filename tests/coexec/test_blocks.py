@@ -8,19 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-import coexec
 from coexec._native import core
-from coexec.executors import inductor
 from tests.coexec.harness import compare, nothing, train
-from tests.coexec.uncompiled import library_of
+from tests.coexec.uncompiled import use_graphs
 
 pytestmark = pytest.mark.skipif(core is None, reason="compiled blocks need the native module")
 
 
 @pytest.fixture(autouse=True)
 def _uncompiled(monkeypatch):
-    monkeypatch.setattr(inductor, "library_of", library_of)
-    monkeypatch.setattr(coexec.options, "background", False)
+    use_graphs(monkeypatch.setattr)
 
 
 def ran_by(make, step, steps=12):
@@ -38,11 +35,7 @@ def of_a_shadow(b, k):
 
 
 def of_a_result(b, k):
-    y = b * 2
-    v = y[0]
-    z = b.sum() * 2 if k % 2 else b.sum() * 3
-    v.add_(1)
-    return y.sum() + 0 * z
+    return of_a_shadow(b * 2, k)
 
 
 def of_a_transposed_view(b, k):
@@ -71,31 +64,26 @@ def of_one_of_two_in_one_block(b, k):
     return a.sum() + 2 * c.sum() + z
 
 
-SHARED = [of_a_shadow, of_a_result, of_a_transposed_view, of_one_of_two, of_one_of_two_in_one_block]
+SHARED = {
+    of_a_shadow: "inductor",
+    of_a_result: "inductor",
+    of_a_transposed_view: "inductor",
+    of_one_of_two: "aten",
+    of_one_of_two_in_one_block: "aten",
+}
+
+
+def tables():
+    return SimpleNamespace(b=torch.arange(9.0).view(3, 3), log=[])
 
 
 @pytest.mark.parametrize("compute", SHARED)
-def test_memory_with_several_names_is_one_memory_in_all_blocks(compute):
-    def make():
-        return SimpleNamespace(b=torch.arange(9.0).view(3, 3), log=[])
-
+def test_blocks_make_the_views_that_they_use_or_run_by_aten_where_memory_has_several_names(compute):
     def step(s, k, tape):
         with tape():
             s.log.append(compute(s.b, k).item())
 
-    assert ran_by(make, step) <= {"inductor", "aten"}
-
-
-@pytest.mark.parametrize("compute", [of_a_shadow, of_a_result, of_a_transposed_view])
-def test_blocks_make_the_views_that_they_use_of_what_others_write(compute):
-    def make():
-        return SimpleNamespace(b=torch.arange(9.0).view(3, 3), log=[])
-
-    def step(s, k, tape):
-        with tape():
-            s.log.append(compute(s.b, k).item())
-
-    assert ran_by(make, step) == {"inductor"}
+    assert ran_by(tables, step) == {SHARED[compute]}
 
 
 def test_layers_that_are_chosen_are_updated_in_compiled_blocks():
@@ -145,9 +133,6 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_view_at_a_place_that_varies_is_kept(name):
-    def make():
-        return SimpleNamespace(b=torch.arange(9.0).view(3, 3), log=[])
-
     def step(s, k, tape):
         with tape():
             h = s.b.sum() * 2
@@ -155,4 +140,4 @@ def test_a_view_at_a_place_that_varies_is_kept(name):
             s.kept = KEPT[name](s.b, k)
         s.log.append(s.kept.clone())
 
-    ran_by(make, step, 14)
+    ran_by(tables, step, 14)

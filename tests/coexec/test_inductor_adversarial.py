@@ -10,7 +10,13 @@ import torch
 
 import coexec
 from coexec._native import core
-from tests.coexec.test_blocks import of_a_result, of_a_shadow, of_a_transposed_view
+from tests.coexec.test_blocks import (
+    SHARED,
+    of_a_result,
+    of_a_shadow,
+    of_a_transposed_view,
+    of_one_of_two,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,7 +94,7 @@ def test_a_number_that_may_not_fit_is_left_to_aten():
     reports_of(run, {"inductor", "aten"})
 
 
-@pytest.mark.parametrize("compute", [of_a_shadow, of_a_result, of_a_transposed_view])
+@pytest.mark.parametrize("compute", [of_a_shadow, of_a_result, of_a_transposed_view, of_one_of_two])
 def test_memory_with_several_names_stays_one_memory_across_libraries(compute):
     def run(tape):
         b, seen = torch.randn(40, 40), []
@@ -98,7 +104,7 @@ def test_memory_with_several_names_stays_one_memory_across_libraries(compute):
                 seen.append(y.item())
         return seen
 
-    reports_of(run)
+    reports_of(run, {SHARED[compute]})
 
 
 NOTHING = {

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 import torch
 
+import coexec
 from coexec._native import core
+from coexec.executors import inductor
 from coexec.executors.blocks import Block
+
+
+def use_graphs(put=setattr):
+    """Has the executor `inductor` run graphs, at once; `put` may be one that undoes it, as pytest's."""
+    put(inductor, "library_of", library_of)
+    put(coexec.options, "background", False)
 
 
 def library_of(block: Block):

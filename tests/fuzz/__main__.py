@@ -15,10 +15,8 @@ from pathlib import Path
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 
-import coexec
 from bench.records import environment
-from coexec.executors import inductor
-from tests.coexec.uncompiled import library_of
+from tests.coexec.uncompiled import use_graphs
 from tests.fuzz.check import check, tally
 from tests.fuzz.nearly import nearly
 from tests.fuzz.programs import programs
@@ -64,8 +62,7 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.blocks:
-        coexec.options.background = False
-        inductor.library_of = library_of
+        use_graphs()
     start, failures, number = time.monotonic(), [], options.first_seed
     options.out.parent.mkdir(parents=True, exist_ok=True)
     while time.monotonic() - start < 60 * options.minutes:

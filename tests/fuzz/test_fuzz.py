@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 
 import coexec
 from coexec._native import core
-from coexec.executors import inductor
 from tests.coexec.harness import coexecuted, linear, run, train
-from tests.coexec.uncompiled import library_of
+from tests.coexec.uncompiled import use_graphs
 from tests.fuzz.check import check, tally
 from tests.fuzz.nearly import nearly
 from tests.fuzz.programs import Generated, programs
@@ -47,8 +46,7 @@ def test_a_generated_program_equals_eager_with_the_interpreted_graph_runner(use_
 @pytest.fixture
 def uncompiled(monkeypatch):
     """The executor `inductor` with the graphs of its blocks in the place of their libraries."""
-    monkeypatch.setattr(inductor, "library_of", library_of)
-    monkeypatch.setattr(coexec.options, "background", False)
+    use_graphs(monkeypatch.setattr)
 
 
 @pytest.mark.skipif(core is None, reason="compiled blocks need the native module")

@@ -178,6 +178,14 @@ def test_inputs_of_a_graph_are_searched_with_in_the_strides_that_it_was_made_for
     assert set(seen) == {rows.stride()}
 
 
+def test_inputs_of_another_shape_than_the_graphs_are_refused_before_the_search(quick):
+    graph = capture(seeded(nn.Embedding(7, 4)), (torch.zeros(8, 2, dtype=torch.int64),)).graph.module
+    with pytest.raises(
+        placement.PlacementError, match=r"input 0 is int64\[1, 2\].*optimized for int64\[8, 2\]"
+    ):
+        placement.optimize(graph, [torch.zeros(1, 2, dtype=torch.int64)], protocol=quick, log=None)
+
+
 def test_example_values_lie_in_memory_as_the_models_own_do():
     rows = torch.arange(8 * 65).view(8, 65)[:, :64] % 7
     captured = capture(seeded(nn.Embedding(7, 4)), (rows,))
