@@ -73,18 +73,20 @@ class Guard(OwnMode, TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_placeholder = is_placeholder
         self._give_up = give_up
-        self._handler = self._seen
+        self._handler: Callable[..., None] | None = None  # alive while the native core has it
         self._outer: Callable[..., None] | None = None
 
     def __enter__(self) -> Guard:
         super().__enter__()  # type: ignore[no-untyped-call]
         if core is not None:
+            self._handler = self._seen
             self._outer = core.handle_bypassed(self._handler)
         return self
 
     def __exit__(self, *error: object) -> None:
         if core is not None:
             core.handle_bypassed(self._outer)
+            self._handler = self._outer = None
         forget_hulls()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 

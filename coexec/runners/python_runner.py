@@ -138,6 +138,7 @@ class PythonRunner(EnteredNatively):
         self._eager = _call  # if the replay raises, the rest of the block runs as it is
         if self._put_back is not None:
             self._put_back()
+        self._outcome = self._put_back = None
         before, self._before = self._before, None
         if before is not None:
             self._abandon()
@@ -621,6 +622,7 @@ class PythonRunner(EnteredNatively):
                     raise
                 raise Mismatch("CX0005", str(e)) from e
         publish(self._outcome or self._find_results(announced=False), self.graph_runner)
+        self._outcome = self._put_back = None  # runners are left to the garbage collector
         if interrupt is not None:
             raise interrupt
 

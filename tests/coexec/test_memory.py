@@ -106,3 +106,28 @@ def test_no_frame_and_no_tensor_of_an_iteration_is_kept(mode, request):
     assert not [o for o in gc.get_objects() if type(o) is Recorder]
     frames = [o for o in gc.get_objects() if type(o) is types.FrameType]
     assert not [f for f in frames if f.f_code is step.__code__]
+
+
+@pytest.mark.parametrize("every", [1000, 6], ids=["on the graph", "with fallbacks"])
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_no_result_waits_for_the_garbage_collector(synchronous, every):
+    weight = torch.ones(7, 11, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for k in range(60):
+            with coexec.GradientTape(synchronous=synchronous):
+                y = weight * (k + 1.0)
+                if k % every == 5:
+                    with torch._C.DisableTorchFunction():  # on no path
+                        y = y * y
+                weight.grad = None
+                y.sum().backward()
+        weight.sum().item()
+        del y
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        alive = [t for t in tensors if t.shape == weight.shape]
+    finally:
+        gc.enable()
+
+    assert len(alive) <= 3  # the weight, its gradient, and what the last iteration may still hold
