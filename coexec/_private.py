@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -366,12 +367,24 @@ def shapes_without_values(
     return [tuple(t.shape) for t in tree_leaves(returned) if isinstance(t, torch.Tensor)]
 
 
+def stride_operator() -> Any:
+    """The operation of TorchInductor's graphs that gives the same values in memory as with given strides."""
+    import torch._inductor.inductor_prims
+
+    return torch.ops.prims.inductor_force_stride_order.default
+
+
 def compile_ahead_of_time(
-    module: torch.fx.GraphModule, examples: tuple[torch.Tensor, ...], path: str, threads: int
+    module: torch.fx.GraphModule,
+    examples: tuple[torch.Tensor, ...],
+    path: str,
+    threads: int,
+    changed: Callable[[torch.fx.Graph], None] | None = None,
 ) -> None:
     """Compiles a graph of ATen operations with TorchInductor into a package at `path`, for so many threads.
 
-    Random numbers come from eager's kernels, so that they are eager's numbers.
+    Random numbers come from eager's kernels, so that they are eager's numbers. `changed` gets the functional
+    graph before it is lowered, and may change it.
 
     Raises:
         NotImplementedError: if TorchInductor fails, or would compute something else than the graph.
@@ -383,7 +396,10 @@ def compile_ahead_of_time(
     package: Any = torch._inductor.package
     size_options: Any = torch.fx.experimental._config
 
-    options = {"fallback_random": True, "aot_inductor.package": True, "cpp.threads": threads}
+    options: dict[str, Any] = {"fallback_random": True, "aot_inductor.package": True, "cpp.threads": threads}
+    users: Any = torch._inductor.config.post_grad_custom_pre_pass
+    if changed is not None and users is None:
+        options["post_grad_custom_pre_pass"] = changed
     if any(isinstance(e, FakeTensor) for e in examples):
         for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
             node.meta["val"] = example
@@ -442,6 +458,20 @@ def compiler_options() -> bytes:
 
     saved: bytes = config.save_config()
     return saved
+
+
+def compiler_settings() -> list[tuple[str, str]]:
+    """What of TorchInductor's options is not at its default, without importing TorchInductor for that."""
+    unimportant = {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
+    names = (n for n in os.environ if n.startswith("TORCHINDUCTOR_") and n not in unimportant)
+    changed = [(name, os.environ[name]) for name in names]
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None:
+        options = config.save_config_portable()
+        entries: Any = config._config
+        usual = {n: (entries[n].default, entries[n].env_value_default) for n in options if n in entries}
+        changed += [(n, repr(v)) for n, v in options.items() if v not in usual.get(n, ())]
+    return sorted(changed)
 
 
 def set_compiler_options(options: bytes) -> None:

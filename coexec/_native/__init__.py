@@ -21,7 +21,7 @@ if os.environ.get("COEXEC_NATIVE", "1") != "0":
 
 if core is not None:
 
-    def _feed(token: Any, geometry: Any, scalar_type: Any, device: Any) -> Any:
+    def _feed(token: Any, after: Any, geometry: Any, scalar_type: Any, device: Any) -> Any:
         dim, dtype = geometry[0], core.dtype(scalar_type)
         size, stride = geometry[1 : 1 + dim], geometry[1 + dim :]
         return torch.empty_like(token), torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -30,11 +30,13 @@ auto quietly(Communicate communicate) {
   }
 }
 
-// A compiled block orders its communication by passing a token from each operation to the next.
+// A compiled block orders its communication by passing a token from each operation to the next. The tensor
+// `after` is not used: it is computed before the block waits for Python.
 // `geometry` is the number of dimensions, the sizes, and the strides: no list may be empty there.
 // `scalar_type` is a number because a compiled block of PyTorch 2.11 hands a dtype over as another one.
 std::tuple<at::Tensor, at::Tensor> feed(
-    const at::Tensor& token, at::IntArrayRef geometry, int64_t scalar_type, at::Device device) {
+    const at::Tensor& token, const at::Tensor& /*after*/, at::IntArrayRef geometry, int64_t scalar_type,
+    at::Device device) {
   auto dtype = static_cast<at::ScalarType>(scalar_type);
   Runner* runner = Runner::current();
   TORCH_CHECK(runner, "coexec::feed runs only inside of a GraphRunner");
@@ -63,8 +65,15 @@ c10::IValue to_message(const py::object& value) {
 }  // namespace
 
 TORCH_LIBRARY(coexec, m) {
-  m.def("feed(Tensor token, int[] geometry, int scalar_type, Device device) -> (Tensor, Tensor)");
-  m.def("feed_of_any_size(Tensor token, SymInt[] geometry, int scalar_type, Device device) -> (Tensor, Tensor)");
+  const std::vector<at::Tag> any_layout{at::Tag::flexible_layout};
+  m.def(
+      torch::schema("feed(Tensor token, Tensor after, int[] geometry, int scalar_type, Device device) "
+                    "-> (Tensor, Tensor)"),
+      any_layout);
+  m.def(
+      torch::schema("feed_of_any_size(Tensor token, Tensor after, SymInt[] geometry, int scalar_type, Device device) "
+                    "-> (Tensor, Tensor)"),
+      any_layout);
   m.def("fetch(Tensor token, Tensor value, int slot) -> Tensor");
 }
 

@@ -128,7 +128,7 @@ void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> cap
   symbols_.assign(program_->symbols, std::nullopt);
   known_ = symbols_;
   cancelled_ = false;
-  committed_ = committing_ = drawn_ = false;
+  committed_ = computed_ = committing_ = drawn_ = false;
   error_ = nullptr;
   deferred_.clear();
   available_ = 0;
@@ -178,6 +178,7 @@ void Runner::commit() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     committed_ = true;
+    committing_ = computed_ && !cancelled_;  // what can fail before it is done
   }
   to_graph_.notify_one();
   start();
@@ -366,6 +367,7 @@ void Runner::execute() {
         {
           std::unique_lock<std::mutex> lock(mutex_);
           auto t = Clock::now();
+          computed_ = true;
           to_graph_.wait(lock, [this] { return cancelled_ || committed_; });
           stall_s_ += seconds_since(t);
           spans_.add(t, true);

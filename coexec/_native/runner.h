@@ -100,6 +100,7 @@ class Runner {
   State state_ = State::Idle;
   std::atomic<bool> cancelled_{false};
   bool committed_ = false, committing_ = false;
+  bool computed_ = false;  // whether only the commit is left
   bool drawn_ = false;  // no more random numbers will be drawn
   std::deque<c10::IValue> messages_;
   std::atomic<int64_t> available_{0};  // messages sent in this iteration

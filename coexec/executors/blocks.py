@@ -37,6 +37,14 @@ _CHECKS_INDICES = {
     getattr(torch.ops.aten, name)
     for name in ("index_select", "index_add", "index_add_", "index_copy", "index_copy_")
 }
+#: What a block has to have computed before it waits for what Python feeds later: a compiler knows no reason.
+_LONG = {
+    torch.ops.aten.convolution.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+}
 #: Without a functional variant, or without one for tensors that have no memory.
 _NEVER_COMPILED = {
     getattr(torch.ops.aten, name, None)
@@ -84,7 +92,7 @@ def make_block(
     sources: list[int] = []
     defined: list[int] = []
     body = list(body)
-    token = graph.placeholder("token")
+    token = latest = graph.placeholder("token")
     symbols = symbols_of(body, program)
     sizes = SizeNodes(graph, symbols)
     inside = {r for i in body for r in writes(i)}
@@ -112,8 +120,10 @@ def make_block(
         match instruction:
             case Call():
                 _emit_call(graph, instruction, registers, env, encode)
+                if instruction.target in _LONG and instruction.outs[0] is not None:
+                    latest = env[instruction.outs[0]]
             case Feed():
-                token, env[instruction.out] = _emit_feed(graph, token, instruction, sizes)
+                token, env[instruction.out] = _emit_feed(graph, token, latest, instruction, sizes)
             case Fetch():
                 value = env[instruction.source]
                 token = graph.call_function(torch.ops.coexec.fetch.default, (token, value, instruction.slot))
@@ -188,7 +198,7 @@ def _emit_call(graph: Graph, call: Call, registers: Registers, env: dict[int, No
             env[out] = graph.call_function(operator.getitem, (result, index))
 
 
-def _emit_feed(graph: Graph, token: Node, feed: Feed, sizes: SizeNodes) -> tuple[Node, Node]:
+def _emit_feed(graph: Graph, token: Node, after: Node, feed: Feed, sizes: SizeNodes) -> tuple[Node, Node]:
     if is_number(feed.example):
         dtype = dtype_of(feed.example)
         size, stride, device = [], [], torch.device("cpu")
@@ -198,7 +208,7 @@ def _emit_feed(graph: Graph, token: Node, feed: Feed, sizes: SizeNodes) -> tuple
     varies = any(isinstance(n, Node) for n in (*size, *stride))
     pair = graph.call_function(
         torch.ops.coexec.feed_of_any_size.default if varies else torch.ops.coexec.feed.default,
-        (token, [len(size), *size, *stride], core.scalar_type(dtype), device),
+        (token, after, [len(size), *size, *stride], core.scalar_type(dtype), device),
     )
     return graph.call_function(operator.getitem, (pair, 0)), graph.call_function(operator.getitem, (pair, 1))
 

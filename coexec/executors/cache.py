@@ -1,6 +1,6 @@
 """Compiled blocks on disk.
 
-In:  what determines a block: its graph, its inputs, versions, threads, the processor.
+In:  what determines a block: its graph, its inputs, threads, versions, the compiler's options, the processor.
 Out: the path of its library.
 """
 
@@ -15,6 +15,11 @@ from pathlib import Path
 
 import torch
 
+from coexec._private import compiler_settings
+
+#: Changes when the same block is compiled in another way.
+_FORMAT = 2
+
 
 def directory() -> Path:
     """Where libraries are kept: `COEXEC_CACHE_DIR`, or the user's cache directory."""
@@ -24,11 +29,12 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coexec"
 
 
-def path_of(description: str, threads: int) -> Path:
-    """Where the library of a block belongs: on this machine, with these versions, for so many threads."""
+def path_of(description: str) -> Path:
+    """Where the library of a block belongs: on this machine, with these versions."""
     environment = (
+        _FORMAT,
+        compiler_settings(),
         torch.__version__,
-        threads,
         torch.backends.cpu.get_cpu_capability(),
         platform.machine(),
         torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from coexec._private import compile_ahead_of_time, fake_mode_of, symbolic_carriers
 from coexec.executors.cache import install, path_of
+from coexec.executors.channels_last import KeepsLayout, to_channels_last
 from coexec.pace import processors
 from coexec.tracegraph.sizes import Symbol, renumbered, value_of
 from coexec.tracegraph.trace import Dimension, TensorMeta
@@ -84,7 +85,7 @@ def make_job(module: GraphModule, inputs: tuple[InputMeta | SymbolInput, ...]) -
     """The job of compiling a graph; equal graphs have one path."""
     constants = {n: (t.dtype, t.tolist()) for n, t in module.named_buffers()}
     threads = kernel_threads()
-    return Job(module, inputs, threads, path_of(repr((module.code, constants, inputs)), threads))
+    return Job(module, inputs, threads, path_of(repr((module.code, constants, inputs, threads))))
 
 
 def kernel_threads() -> int:
@@ -103,6 +104,25 @@ def _examples(job: Job) -> tuple[torch.Tensor, ...]:
         return tuple(i.example(sizes) if isinstance(i, InputMeta) else next(left) for i in job.inputs)
 
 
+def _compile(job: Job, examples: tuple[torch.Tensor, ...], file: str) -> None:
+    kept: list[KeepsLayout] = []
+
+    def change(graph: Graph) -> None:
+        try:
+            to_channels_last(graph)
+        except KeepsLayout as error:
+            kept.append(error)
+            raise
+
+    try:
+        compile_ahead_of_time(job.module, examples, file, job.threads, change)
+    except NotImplementedError:
+        if not kept:
+            raise
+        log.info("in the program's memory formats: %s", kept[0])
+        compile_ahead_of_time(job.module, examples, file, job.threads)
+
+
 def compiled(job: Job) -> Path:
     """The library of a job, which is compiled now if it is not there.
 
@@ -113,7 +133,7 @@ def compiled(job: Job) -> Path:
         log.info("compiling a block of %d operations", len(job.module.graph.nodes))
         examples = _examples(job)
         try:
-            install(job.path, lambda file: compile_ahead_of_time(job.module, examples, file, job.threads))
+            install(job.path, lambda file: _compile(job, examples, file))
         except NotImplementedError as error:
             raise Unsupported(str(error)) from error
     return job.path

@@ -28,6 +28,7 @@ from coexec.runners.pending import settle_all
 #: What Python waits for in each method of a GraphRunner, and of the queue of the dynamic phase.
 _RUNNER_WAITS = {
     "fetch": "fetch",
+    "wait_for_commit": "end of the block",
     "wait": "end of the block",
     "join": "use of a result",
     "cancel": "fallback",

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from coexec._native import core
+from coexec.executors import inductor
 from tests.coexec.harness import compare, nothing, train
-from tests.coexec.uncompiled import use_graphs
+from tests.coexec.uncompiled import library_of, use_graphs
 
 pytestmark = pytest.mark.skipif(core is None, reason="compiled blocks need the native module")
 
@@ -141,3 +142,26 @@ def test_a_view_at_a_place_that_varies_is_kept(name):
         s.log.append(s.kept.clone())
 
     ran_by(tables, step, 14)
+
+
+def test_what_comes_before_a_feed_is_computed_before_a_block_waits_for_it(monkeypatch):
+    blocks = []
+    monkeypatch.setattr(inductor, "library_of", lambda block: blocks.append(block) or library_of(block))
+
+    def make():
+        torch.manual_seed(0)
+        return SimpleNamespace(w=torch.randn(4, 4))
+
+    def step(s, k, tape):
+        x, y = torch.randn(4, 4), torch.randn(4)
+        with tape():
+            hidden = torch.mm(x, s.w).relu()
+            out = torch.mm(hidden, s.w)
+            return [(out.sum(1) - y).square().sum().item()]
+
+    assert ran_by(make, step) == {"inductor"}
+    feeds = blocks[-1].module.graph.find_nodes(op="call_function", target=torch.ops.coexec.feed.default)
+    first, second = feeds
+    assert first.args[1].op == "placeholder"  # the token: nothing long comes before
+    products = blocks[-1].module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert second.args[1] is products[-1]

@@ -15,6 +15,7 @@ import coexec
 from coexec import _private
 from coexec._native import core
 from coexec.executors import job
+from tests.coexec.harness import eager_tape
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,8 +67,6 @@ def assert_close(mine, eager):
 
 
 def test_a_linear_iteration_is_one_compiled_block_and_one_commit_block():
-    from tests.coexec.harness import eager_tape
-
     eager = train(eager_tape, 12)
     random = torch.get_rng_state()
 
@@ -87,8 +86,6 @@ def test_a_linear_iteration_is_one_compiled_block_and_one_commit_block():
 
 
 def test_feeds_and_fetches_are_inside_of_the_block():
-    from tests.coexec.harness import eager_tape
-
     eager = train(eager_tape, 8, look=True)
     mine = train(lambda: coexec.GradientTape(executor="inductor"), 8, look=True)
 
@@ -99,8 +96,6 @@ def test_feeds_and_fetches_are_inside_of_the_block():
 
 
 def test_a_dtype_that_pytorch_would_confuse_in_compiled_code_is_left_to_aten(monkeypatch):
-    from tests.coexec.harness import eager_tape
-
     def run(tape):
         torch.manual_seed(0)
         weight, seen = torch.ones(16, requires_grad=True), []
@@ -122,8 +117,6 @@ def test_a_dtype_that_pytorch_would_confuse_in_compiled_code_is_left_to_aten(mon
 
 
 def test_a_parameter_that_is_fed_is_written():
-    from tests.coexec.harness import eager_tape
-
     def run(tape):
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
@@ -186,8 +179,6 @@ def run_flat(tape):
 
 
 def test_views_of_what_the_commit_writes_are_views_of_it():
-    from tests.coexec.harness import eager_tape
-
     expected, weight = run_flat(eager_tape)
     seen, found = run_flat(lambda: coexec.GradientTape(executor="inductor", check=True))
 
@@ -198,8 +189,6 @@ def test_views_of_what_the_commit_writes_are_views_of_it():
 
 
 def test_what_is_read_of_a_parameter_after_its_update_is_the_new_value():
-    from tests.coexec.harness import eager_tape
-
     def run(tape):
         state, seen = make(), []
         state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1)
@@ -236,8 +225,6 @@ def train_on_sizes(tape, steps, look):
 
 @pytest.mark.parametrize("look", [False, True])
 def test_one_library_is_compiled_for_all_sizes(look):
-    from tests.coexec.harness import eager_tape
-
     eager = train_on_sizes(eager_tape, 24, look)
 
     mine = train_on_sizes(lambda: coexec.GradientTape(executor="inductor", check=True), 24, look)
@@ -251,8 +238,6 @@ def test_one_library_is_compiled_for_all_sizes(look):
 
 
 def test_code_that_would_hold_for_some_sizes_only_is_left_to_aten(monkeypatch, tmp_path):
-    from tests.coexec.harness import eager_tape
-
     monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path))  # nothing is compiled yet
     monkeypatch.setattr(_private, "_assumptions", lambda examples: ["s0 = 7"])
     eager = train_on_sizes(eager_tape, 16, False)
@@ -267,7 +252,6 @@ def test_code_that_would_hold_for_some_sizes_only_is_left_to_aten(monkeypatch, t
 def test_a_block_that_gives_another_shape_than_python_was_told_is_a_fallback(monkeypatch):
     from coexec.executors import inductor
     from coexec.tracegraph.sizes import Size
-    from tests.coexec.harness import eager_tape
 
     linked = inductor._linked
 
@@ -298,6 +282,60 @@ def test_a_block_that_gives_another_shape_than_python_was_told_is_a_fallback(mon
     for a, b in zip(mine, eager, strict=True):
         torch.testing.assert_close(a, b)
     assert "a compiled block gave shape" in coexec.explain().summary()
+
+
+def train_convolutions(tape):
+    """Losses, what Python saw of an activation and its strides, parameters, and the strides of gradients."""
+    torch.manual_seed(0)
+    body = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.3),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1, groups=2),
+        nn.GroupNorm(2, 8),
+        nn.ConvTranspose2d(8, 8, 2, stride=2),
+    )
+    head = nn.Sequential(nn.PixelShuffle(2), nn.Flatten(), nn.Linear(2 * 24 * 24, 4))
+    model = nn.Sequential(body, head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    seen, strides = [], []
+    for _ in range(10):
+        x, y = torch.randn(4, 3, 12, 12), torch.randint(0, 4, (4,))
+        with tape():
+            optimizer.zero_grad()
+            features = body(x)
+            loss = nn.functional.cross_entropy(head(features), y)
+            loss.backward()
+            optimizer.step()
+            seen += [loss.item(), *features.detach().flatten()[:50].tolist()]
+        strides += [features.stride(), *(p.grad.stride() for p in model.parameters())]
+        seen += features.detach().flatten().tolist()
+    return SimpleNamespace(model=model), seen, strides
+
+
+def test_convolutions_in_another_memory_format_show_nothing_of_it():
+    *eager, expected = train_convolutions(eager_tape)
+
+    *mine, strides = train_convolutions(lambda: coexec.GradientTape(executor="inductor", check=True))
+
+    [report] = coexec.explain().programs
+    assert {b.executor for b in report.blocks} == {"inductor"}
+    assert strides == expected
+    assert_close(mine, eager)
+
+
+@pytest.mark.parametrize("option", ["freezing", "epilogue_fusion"])
+def test_blocks_are_compiled_anew_for_other_options_of_the_compiler(option):
+    from torch._inductor import config
+
+    made = job.make_job(torch.fx.GraphModule({}, torch.fx.Graph()), ())
+    with config.patch({option: not getattr(config, option)}):
+        other = job.make_job(torch.fx.GraphModule({}, torch.fx.Graph()), ())
+    again = job.make_job(torch.fx.GraphModule({}, torch.fx.Graph()), ())
+
+    assert made.path == again.path != other.path
 
 
 def test_kernels_leave_a_processor_to_python(monkeypatch):
@@ -331,8 +369,6 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_on_lists_of_tensors_with_rates_that_change(name):
-    from tests.coexec.harness import eager_tape
-
     make_optimizer, at_the_commit = OPTIMIZERS[name]
 
     def run(tape):
@@ -352,8 +388,6 @@ def test_optimizers_on_lists_of_tensors_with_rates_that_change(name):
 
 
 def test_a_compiler_that_fails_in_any_way_leaves_the_program_to_aten(monkeypatch, tmp_path):
-    from tests.coexec.harness import eager_tape
-
     def fail(*args, **kwargs):
         raise ZeroDivisionError("in the compiler\nwith a second line")
 
