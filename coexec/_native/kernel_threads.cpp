@@ -9,7 +9,9 @@
 extern "C" {
 int omp_pause_resource_all(int kind) __attribute__((weak));
 void omp_set_num_threads(int threads) __attribute__((weak));
+int omp_get_num_procs(void) __attribute__((weak));
 int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
+void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
 }
 #endif
 
@@ -34,6 +36,27 @@ void release_kernel_threads() {
   if (gnu) omp_pause_resource_all(kSoft);
 }
 
+PassiveWorkers::PassiveWorkers() {
+  static const bool gnu = is_gnu() && omp_get_num_procs && GOMP_parallel;
+  if (gnu) thread_ = std::thread([this] { hold(); });
+}
+
+PassiveWorkers::~PassiveWorkers() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_one();
+  thread_.join();
+}
+
+void PassiveWorkers::hold() {
+  GOMP_parallel([](void*) {}, nullptr, static_cast<unsigned>(omp_get_num_procs()) + 1, 0);
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return stop_; });
+}
+
 void limit_kernel_threads(int threads) {
   if (omp_set_num_threads) omp_set_num_threads(threads);
   if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(threads);
@@ -42,6 +65,12 @@ void limit_kernel_threads(int threads) {
 #else
 
 void release_kernel_threads() {}
+
+PassiveWorkers::PassiveWorkers() {}
+
+PassiveWorkers::~PassiveWorkers() {}
+
+void PassiveWorkers::hold() {}
 
 void limit_kernel_threads(int) {}
 

@@ -95,13 +95,19 @@ void Worker::forget(Runner& runner) {
 void Worker::loop() {
   at::init_num_threads();
   let_pass();
+  std::optional<PassiveWorkers> passive;
+  auto idle = [&] {
+    passive.reset();
+    release_kernel_threads();
+  };
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    wait_idly(changed_, lock, [this] { return stop_ || !waiting_.empty(); });
+    wait_idly(changed_, lock, [this] { return stop_ || !waiting_.empty(); }, idle);
     if (stop_) return;
     running_ = waiting_.front();
     waiting_.pop_front();
     lock.unlock();
+    if (running_->leaves_processors() && !passive) passive.emplace();
     running_->run();
     lock.lock();
     running_ = nullptr;
@@ -117,7 +123,7 @@ Runner::~Runner() {
 }
 
 void Runner::begin(std::shared_ptr<Program> program, std::vector<at::Tensor> captured, bool start) {
-  release_kernel_threads();  // this thread will wait, not compute
+  if (program->threads == 0) release_kernel_threads();  // this thread will wait, not compute
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(state_ == State::Idle, "an iteration is still running on this GraphRunner");
   program_ = std::move(program);
@@ -283,6 +289,8 @@ void Runner::publish(int64_t slot, c10::IValue value) {
   published_.at(slot) = std::move(value);
   to_python_.notify_all();
 }
+
+bool Runner::leaves_processors() const { return program_->threads > 0; }
 
 void Runner::run() {
   current() = this;

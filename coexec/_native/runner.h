@@ -62,6 +62,7 @@ class Runner {
 
   const std::shared_ptr<Worker>& worker() const { return worker_; }
   void run();  // the worker's thread: executes the iteration
+  bool leaves_processors() const;  // whether its kernels have threads of their own number, for Python to have one
 
   void begin(std::shared_ptr<Program> program, std::vector<at::Tensor> captured, bool start);
   void start();

@@ -18,12 +18,14 @@ inline double seconds_since(std::chrono::steady_clock::time_point t) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count();
 }
 
-// A runner's thread waits for work; after a while without any, others have the processors to themselves.
-template <typename Condition>
-void wait_idly(std::condition_variable& changed, std::unique_lock<std::mutex>& lock, Condition condition) {
+// A runner's thread waits for work; after a while without any, it leaves the processors to others: `idle` is called.
+template <typename Condition, typename Idle = void (*)()>
+void wait_idly(
+    std::condition_variable& changed, std::unique_lock<std::mutex>& lock, Condition condition,
+    Idle idle = release_kernel_threads) {
   if (changed.wait_for(lock, std::chrono::milliseconds(50), condition)) return;
   lock.unlock();
-  release_kernel_threads();
+  idle();
   lock.lock();
   changed.wait(lock, condition);
 }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+import coexec
 from coexec._native import core
 from coexec.executors import inductor
 from tests.coexec.harness import compare, nothing, train
@@ -165,3 +169,27 @@ def test_what_comes_before_a_feed_is_computed_before_a_block_waits_for_it(monkey
     assert first.args[1].op == "placeholder"  # the token: nothing long comes before
     products = blocks[-1].module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert second.args[1] is products[-1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
+def test_what_keeps_kernel_threads_asleep_is_gone_when_no_iteration_runs():
+    def make():
+        return SimpleNamespace(w=torch.ones(4), threads=[])
+
+    def step(s, k, tape):
+        with tape():
+            value = (s.w * k).sum().item()
+            s.threads.append(len(os.listdir("/proc/self/task")))
+        return [value]
+
+    state = make()
+    for k in range(12):
+        step(state, k, lambda: coexec.GradientTape(executor="inductor"))
+    deadline = time.monotonic() + 30
+    while len(os.listdir("/proc/self/task")) >= max(state.threads) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    [report] = coexec.explain().programs
+    assert {b.executor for b in report.blocks} == {"inductor"}
+    assert len(os.listdir("/proc/self/task")) < max(state.threads)
+    assert step(state, 5, lambda: coexec.GradientTape(executor="inductor")) == [20.0]
