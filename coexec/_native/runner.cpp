@@ -514,6 +514,10 @@ void Runner::compiled(const Instruction& instruction) {
     if (given.count(outputs[i].storage().unsafeGetStorageImpl())) outputs[i] = copy_of(outputs[i]);
     TORCH_CHECK(!instruction.strides[i] || has_strides(outputs[i], *instruction.strides[i]),
                 "a compiled block gave strides ", outputs[i].strides(), ", and traces had others");
+    if (instruction.strides[i] && outputs[i].strides() != at::IntArrayRef(*instruction.strides[i])) {
+      // They differ where a dimension has one element, which Python may see.
+      outputs[i] = outputs[i].as_strided(outputs[i].sizes(), *instruction.strides[i], outputs[i].storage_offset());
+    }
     TORCH_CHECK(!instruction.shapes[i] || are(*instruction.shapes[i], outputs[i].sizes(), symbols),
                 "a compiled block gave shape ", outputs[i].sizes(), ", and traces had another one");
     registers_[instruction.outs[i]] = std::move(outputs[i]);

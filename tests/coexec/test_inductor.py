@@ -293,7 +293,7 @@ def train_convolutions(tape):
         nn.ReLU(inplace=True),
         nn.Dropout(0.3),
         nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3, padding=1, groups=2),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8),
         nn.GroupNorm(2, 8),
         nn.ConvTranspose2d(8, 8, 2, stride=2),
     )
