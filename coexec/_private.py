@@ -462,7 +462,11 @@ def compiler_options() -> bytes:
 
 def compiler_settings() -> list[tuple[str, str]]:
     """What of TorchInductor's options is not at its default, without importing TorchInductor for that."""
-    unimportant = {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
+    unimportant = {
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "aot_inductor.metadata",  # which a compilation writes
+    }
     names = (n for n in os.environ if n.startswith("TORCHINDUCTOR_") and n not in unimportant)
     changed = [(name, os.environ[name]) for name in names]
     config: Any = sys.modules.get("torch._inductor.config")
@@ -470,7 +474,8 @@ def compiler_settings() -> list[tuple[str, str]]:
         options = config.save_config_portable()
         entries: Any = config._config
         usual = {n: (entries[n].default, entries[n].env_value_default) for n in options if n in entries}
-        changed += [(n, repr(v)) for n, v in options.items() if v not in usual.get(n, ())]
+        differs = (n for n, v in options.items() if n not in unimportant and v not in usual.get(n, ()))
+        changed += [(name, repr(options[name])) for name in differs]
     return sorted(changed)
 
 

@@ -338,6 +338,15 @@ def test_blocks_are_compiled_anew_for_other_options_of_the_compiler(option):
     assert made.path == again.path != other.path
 
 
+def test_a_compilation_is_none_of_the_options():
+    before = _private.compiler_settings()
+
+    train(lambda: coexec.GradientTape(executor="inductor"), 8)
+    nn.Sequential(nn.Linear(2, 2)).compile(mode="max-autotune")
+
+    assert _private.compiler_settings() == before
+
+
 def test_kernels_leave_a_processor_to_python(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     for processors, threads in {1: 1, 2: 1, 4: 3, 8: 7, 9: 8, 64: 8}.items():
