@@ -295,7 +295,7 @@ bool Runner::leaves_processors() const { return program_->threads > 0; }
 void Runner::run() {
   current() = this;
   thread_state_.apply();
-  if (program_->threads > 0) limit_kernel_threads(program_->threads);
+  if (leaves_processors()) limit_kernel_threads(program_->threads);
   auto t = Clock::now();
   double stalled = stall_s_;
   std::exception_ptr error;
