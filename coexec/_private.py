@@ -380,11 +380,13 @@ def compile_ahead_of_time(
     path: str,
     threads: int,
     changed: Callable[[torch.fx.Graph], None] | None = None,
+    prompt: Any = None,
 ) -> None:
     """Compiles a graph of ATen operations with TorchInductor into a package at `path`, for so many threads.
 
     Random numbers come from eager's kernels, so that they are eager's numbers. `changed` gets the functional
-    graph before it is lowered, and may change it.
+    graph before it is lowered, and may change it. A product or a convolution does not run before calls of the
+    operator `prompt` that precede it in the graph.
 
     Raises:
         NotImplementedError: if TorchInductor fails, or would compute something else than the graph.
@@ -396,10 +398,17 @@ def compile_ahead_of_time(
     package: Any = torch._inductor.package
     size_options: Any = torch.fx.experimental._config
 
-    options: dict[str, Any] = {"fallback_random": True, "aot_inductor.package": True, "cpp.threads": threads}
+    options: dict[str, Any] = {
+        "fallback_random": True,
+        "aot_inductor.package": True,
+        "cpp.threads": threads,
+        "reorder_for_locality": False,  # it would move `prompt` to where its result is used
+    }
     users: Any = torch._inductor.config.post_grad_custom_pre_pass
     if changed is not None and users is None:
         options["post_grad_custom_pre_pass"] = changed
+    if prompt is not None and torch._inductor.config._pre_fusion_custom_pass is None:
+        options["_pre_fusion_custom_pass"] = functools.partial(_hold_back, prompt)
     if any(isinstance(e, FakeTensor) for e in examples):
         for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
             node.meta["val"] = example
@@ -421,6 +430,42 @@ def compile_ahead_of_time(
             "compiled kernels; 2.13 does not"
         )
     package.package_aoti(path, files)
+
+
+def _hold_back(prompt: Any, kernels: list[Any]) -> list[Any]:
+    """A pass over the kernels before they are fused: library calls wait for calls of an operator before them.
+
+    Without it, what such a call needs is fused with whatever is like it, often at the end of the graph.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.ir import MultiOutput
+
+    latest: str | None = None
+    for kernel in kernels:
+        made = kernel.get_outputs()[0].get_name()
+        if getattr(kernel.node, "op_overload", None) is prompt:
+            latest = made
+        elif (
+            latest is not None
+            and (kernel.is_extern() or kernel.is_template())
+            and not isinstance(kernel.node, MultiOutput)  # which belongs to another kernel
+            and all(latest != dependency.name for dependency in kernel.unmet_dependencies)
+        ):
+            kernel.add_fake_dep(WeakDep(latest, made))
+    if latest is not None:
+        _find_ancestors(kernels)
+    return kernels
+
+
+def _find_ancestors(kernels: list[Any]) -> None:
+    """Updates what TorchInductor knows to come before each kernel, of which no fusion may make a cycle."""
+    for kernel in kernels:  # in an order in which they may run
+        scheduler = kernel.scheduler
+        for dependency in kernel.unmet_dependencies:
+            name = scheduler.name_to_buf[dependency.name].defining_op_name()
+            kernel.ancestors.add(name)
+            kernel.ancestors |= scheduler.name_to_fused_node[name].ancestors
+        kernel.ancestors -= kernel.get_operation_names()
 
 
 def symbolic_carriers(ranges: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:

@@ -105,6 +105,7 @@ def _examples(job: Job) -> tuple[torch.Tensor, ...]:
 
 
 def _compile(job: Job, examples: tuple[torch.Tensor, ...], file: str) -> None:
+    prompt = torch.ops.coexec.fetch.default  # Python may be waiting for it
     kept: list[KeepsLayout] = []
 
     def change(graph: Graph) -> None:
@@ -115,12 +116,12 @@ def _compile(job: Job, examples: tuple[torch.Tensor, ...], file: str) -> None:
             raise
 
     try:
-        compile_ahead_of_time(job.module, examples, file, job.threads, change)
+        compile_ahead_of_time(job.module, examples, file, job.threads, change, prompt)
     except NotImplementedError:
         if not kept:
             raise
         log.info("in the program's memory formats: %s", kept[0])
-        compile_ahead_of_time(job.module, examples, file, job.threads)
+        compile_ahead_of_time(job.module, examples, file, job.threads, prompt=prompt)
 
 
 def compiled(job: Job) -> Path:

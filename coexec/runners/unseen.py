@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from coexec._private import WithoutModes
-from coexec.tracegraph.calls import flat, meta_of, unflatten
+from coexec.runners.bare import Bare, elementwise, returned
+from coexec.tracegraph.calls import meta_of, unflatten
 from coexec.tracegraph.functions import INDEXING
 from coexec.tracegraph.graph import Node, TraceGraph, external_metas, symbols_of
 from coexec.tracegraph.numbers import fed_numbers
-from coexec.tracegraph.schema import by_schema
 from coexec.tracegraph.size_generic import SIZE_GENERIC
-from coexec.tracegraph.sizes import Size, symbols_in, value_of
+from coexec.tracegraph.sizes import Size, symbols_in, value_of, varies
 from coexec.tracegraph.trace import (
     Computed,
     Constant,
@@ -43,6 +44,14 @@ Values = Callable[[int], int | None]
 UNKNOWN = -(1 << 62)
 
 
+@dataclass(frozen=True, slots=True)
+class _Varying:
+    """What varies in a node: sizes, and tensors with what their strides were like in a trace."""
+
+    sizes: tuple[Size, ...]
+    joints: tuple[tuple[TensorMeta, list[bool | None]], ...]
+
+
 class Unseen:
     """What is known of the nodes of a graph, by the values of the symbols that each depends on.
 
@@ -56,6 +65,7 @@ class Unseen:
         self._metas = external_metas(graph)
         self.watched: dict[int, tuple[int, ...]] = {}
         self.known: dict[int, set[tuple[int, ...]]] = {}
+        self._varying: dict[int, _Varying] = {}
         self._needed: dict[int, frozenset[int]] = {}  # without values for these, a node cannot be taken
         for node in graph.nodes:
             symbols = symbols_of(node)
@@ -92,14 +102,11 @@ class Unseen:
         return all(self._graph.nodes[n].function in SIZE_GENERIC for n in before if n in self.watched)
 
     def _gives_its_shapes(self, node: Node, values: Values, watched: Sequence[int]) -> bool:
-        sizes = {s for meta in _metas(node) for s in meta.shape if isinstance(s, Size)}
-        if any((v := value_of(s, values)) is None or v < 2 for s in sizes):
+        varying = self._varying_of(node, watched)
+        if any((v := value_of(s, values)) is None or v < 2 for s in varying.sizes):
             return False
-        key = next(iter(self.known[node.id]), None)
-        if key is not None:
-            seen = {s: v for s, v in zip(watched, key, strict=True) if v != UNKNOWN}
-            if any(_joints(m, seen.get) != _joints(m, values) for m in dict.fromkeys(_metas(node))):
-                return False
+        if any(_joints(m, values) != joints for m, joints in varying.joints):
+            return False
         try:
             with WithoutModes(), torch.no_grad():
                 return self._runs(node, values) and (
@@ -108,9 +115,22 @@ class Unseen:
         except Exception:  # there is no such kernel, or it finds its arguments wrong
             return False
 
+    def _varying_of(self, node: Node, watched: Sequence[int]) -> _Varying:
+        varying = self._varying.get(node.id)
+        if varying is None:
+            metas = [m for m in dict.fromkeys(_metas(node)) if varies(m.shape) or varies(m.stride)]
+            joints: list[tuple[TensorMeta, list[bool | None]]] = []
+            key = next(iter(self.known[node.id]), None)
+            if key is not None:
+                seen = {s: v for s, v in zip(watched, key, strict=True) if v != UNKNOWN}
+                joints = [(m, _joints(m, seen.get)) for m in metas]
+            sizes = {s for m in metas for s in m.shape if isinstance(s, Size)}
+            varying = self._varying[node.id] = _Varying(tuple(sizes), tuple(joints))
+        return varying
+
     def _runs(self, node: Node, values: Values) -> bool:
         sources = [self._source(s, values) for s in node.alternatives[0].sources]
-        results: dict[Local, torch.Tensor] = {}
+        results: dict[Local, Bare] = {}
 
         def argument(a: Any) -> Any:
             if isinstance(a, Input):
@@ -128,12 +148,12 @@ class Unseen:
 
         for index, operation in enumerate(node.operations):
             if operation.shaped_by_data:  # in a backward pass, as in the forward pass
-                returned = [None if r is None else _empty(r.meta, values) for r in operation.results]
+                made = tuple(None if r is None else _bare(r.meta, values) for r in operation.results)
             else:
-                returned = list(flat(_called(operation, argument)))
-            if len(returned) != len(operation.results):
+                made = _made(operation, [argument(a) for a in operation.args])
+            if len(made) != len(operation.results):
                 return False
-            for number, (tensor, result) in enumerate(zip(returned, operation.results, strict=True)):
+            for number, (tensor, result) in enumerate(zip(made, operation.results, strict=True)):
                 if result is None:
                     existing = operation.existing[number] if operation.existing else None
                     if tensor is not None and existing is not None and not _is(tensor, existing, values):
@@ -144,7 +164,7 @@ class Unseen:
                 results[Local(index, number)] = tensor
         return True
 
-    def _source(self, source: Any, values: Values) -> torch.Tensor:
+    def _source(self, source: Any, values: Values) -> Bare:
         match source:
             case Computed():
                 result = self._graph.nodes[source.event].operations[source.operation].results[source.result]
@@ -156,7 +176,7 @@ class Unseen:
                 meta = meta_of(source.value)
             case _:
                 meta = self._metas[source]
-        return _empty(meta, values)
+        return _bare(meta, values)
 
 
 def _decides_unseen(node: Node) -> bool:
@@ -172,9 +192,9 @@ def _takes_as_much(node: Node, values: Values) -> bool:
     if node.function != torch.Tensor.__getitem__ or len(key[2]) != 1:
         return False
     numbers: Any = [value_of(s.value, values) if isinstance(s.value, Size) else s.value for s in node.numbers]
-    args, _ = unflatten(key[0], [_empty(key[2][0], values)], numbers)
+    args, _ = unflatten(key[0], [_bare(key[2][0], values).empty()], numbers)
     taken = torch.Tensor.__getitem__(*args)
-    return _fits(taken, node.outputs[0].meta, values, strides=True)
+    return _fits(Bare.of(taken), node.outputs[0].meta, values, strides=True)
 
 
 def _metas(node: Node) -> Iterator[TensorMeta]:
@@ -184,21 +204,16 @@ def _metas(node: Node) -> Iterator[TensorMeta]:
     yield from (r.meta for o in node.operations for r in o.results if r is not None)
 
 
-def _called(operation: Operation, argument: Callable[[Any], Any]) -> Any:
-    """The operation on tensors without memory, which draws nothing."""
-    instead = {"device": torch.device("meta"), "generator": None}
-    values = [
-        instead[declared.name] if declared.name in instead else argument(a)
-        for declared, a in zip(operation.target._schema.arguments, operation.args, strict=True)
-    ]
-    positional, keywords = by_schema(operation.target, values)
-    returned = operation.target(*positional, **keywords)
-    return returned if operation.target._schema.returns else ()
+def _made(operation: Operation, arguments: Sequence[Any]) -> tuple[Bare | None, ...]:
+    if len(operation.results) == 1 and operation.results[0] is not None:
+        alike = elementwise(operation.target, arguments, operation.results[0].meta.dtype)
+        if alike is not None:
+            return (alike,)
+    return returned(operation.target, arguments)
 
 
-def _empty(meta: TensorMeta, values: Values) -> torch.Tensor:
-    shape, stride = (_values(s, values) for s in (meta.shape, meta.stride))
-    return torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
+def _bare(meta: TensorMeta, values: Values) -> Bare:
+    return Bare(_values(meta.shape, values), _values(meta.stride, values), meta.dtype)
 
 
 def _joints(meta: TensorMeta, values: Values) -> list[bool | None]:
@@ -210,19 +225,19 @@ def _joints(meta: TensorMeta, values: Values) -> list[bool | None]:
     ]
 
 
-def _is(tensor: torch.Tensor, geometry: Geometry, values: Values) -> bool:
+def _is(tensor: Bare, geometry: Geometry, values: Values) -> bool:
     shape, stride = (_values(sizes, values) for sizes in geometry)
-    return list(tensor.shape) == shape and list(tensor.stride()) == stride
+    return tensor.shape == shape and tensor.stride == stride
 
 
-def _fits(tensor: torch.Tensor, meta: TensorMeta, values: Values, *, strides: bool) -> bool:
+def _fits(tensor: Bare, meta: TensorMeta, values: Values, *, strides: bool) -> bool:
     if strides:
         return _is(tensor, (meta.shape, meta.stride), values)
-    return list(tensor.shape) == _values(meta.shape, values)
+    return tensor.shape == _values(meta.shape, values)
 
 
-def _values(sizes: Sequence[Any], values: Values) -> list[int]:
+def _values(sizes: Sequence[Any], values: Values) -> tuple[int, ...]:
     out = [value_of(s, values) for s in sizes]
     if any(v is None for v in out):
         raise ValueError("a size has no value")
-    return [v for v in out if v is not None]
+    return tuple(v for v in out if v is not None)
