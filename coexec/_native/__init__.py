@@ -21,14 +21,21 @@ if os.environ.get("COEXEC_NATIVE", "1") != "0":
 
 if core is not None:
 
-    def _feed(token: Any, after: Any, geometry: Any, scalar_type: Any, device: Any) -> Any:
+    def _empty(geometry: Any, scalar_type: Any, device: Any) -> torch.Tensor:
         dim, dtype = geometry[0], core.dtype(scalar_type)
-        size, stride = geometry[1 : 1 + dim], geometry[1 + dim :]
-        return torch.empty_like(token), torch.empty_strided(size, stride, dtype=dtype, device=device)
+        return torch.empty_strided(geometry[1 : 1 + dim], geometry[1 + dim :], dtype=dtype, device=device)
+
+    def _feed(token: Any, after: Any, geometry: Any, scalar_type: Any, device: Any) -> Any:
+        return torch.empty_like(token), _empty(geometry, scalar_type, device)
 
     def _fetch(token: Any, value: Any, slot: Any) -> Any:
         return torch.empty_like(token)
 
+    def _bernoulli(token: Any, geometry: Any, scalar_type: Any, p: Any) -> Any:
+        return torch.empty_like(token), _empty(geometry, scalar_type, "cpu")
+
     torch.library.register_fake("coexec::feed", _feed)
     torch.library.register_fake("coexec::feed_of_any_size", _feed)
     torch.library.register_fake("coexec::fetch", _fetch)
+    torch.library.register_fake("coexec::bernoulli", _bernoulli)
+    torch.library.register_fake("coexec::bernoulli_of_any_size", _bernoulli)

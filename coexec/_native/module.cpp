@@ -1,5 +1,6 @@
 // Python bindings, and the operators through which a compiled block feeds and fetches.
 #include "bypass.h"
+#include "draws.h"
 #include "entry.h"
 #include "kernel_threads.h"
 #include "library.h"
@@ -30,9 +31,14 @@ auto quietly(Communicate communicate) {
   }
 }
 
+// `geometry` is the number of dimensions, the sizes, and the strides: no list may be empty in a compiled block.
+at::Tensor empty(at::IntArrayRef geometry, const at::TensorOptions& options) {
+  auto dim = static_cast<size_t>(geometry[0]);
+  return at::empty_strided(geometry.slice(1, dim), geometry.slice(1 + dim, dim), options);
+}
+
 // A compiled block orders its communication by passing a token from each operation to the next. The tensor
 // `after` is not used: it is computed before the block waits for Python.
-// `geometry` is the number of dimensions, the sizes, and the strides: no list may be empty there.
 // `scalar_type` is a number because a compiled block of PyTorch 2.11 hands a dtype over as another one.
 std::tuple<at::Tensor, at::Tensor> feed(
     const at::Tensor& token, const at::Tensor& /*after*/, at::IntArrayRef geometry, int64_t scalar_type,
@@ -43,9 +49,7 @@ std::tuple<at::Tensor, at::Tensor> feed(
   c10::IValue message = quietly([&] { return runner->receive(); });
   if (!message.isTensor()) return {token.clone(), at::scalar_tensor(message.toScalar(), dtype)};
   // A copy: the compiled block may write to what it got from an operator.
-  auto dim = static_cast<size_t>(geometry[0]);
-  auto size = geometry.slice(1, dim), stride = geometry.slice(1 + dim, dim);
-  at::Tensor value = at::empty_strided(size, stride, at::TensorOptions(dtype).device(device));
+  at::Tensor value = empty(geometry, at::TensorOptions(dtype).device(device));
   return {token.clone(), value.copy_(message.toTensor())};
 }
 
@@ -54,6 +58,14 @@ at::Tensor fetch(const at::Tensor& token, const at::Tensor& value, int64_t slot)
   TORCH_CHECK(runner, "coexec::fetch runs only inside of a GraphRunner");
   quietly([&] { runner->publish(slot, value.clone()); });
   return token.clone();
+}
+
+// What `bernoulli_(p)` leaves in a tensor of that geometry and type. The token orders draws.
+std::tuple<at::Tensor, at::Tensor> bernoulli(
+    const at::Tensor& token, at::IntArrayRef geometry, int64_t scalar_type, double p) {
+  at::Tensor drawn = empty(geometry, at::TensorOptions(static_cast<at::ScalarType>(scalar_type)));
+  coexec::draw_bernoulli(drawn, p);
+  return {token.clone(), drawn};
 }
 
 c10::IValue to_message(const py::object& value) {
@@ -75,12 +87,16 @@ TORCH_LIBRARY(coexec, m) {
                     "-> (Tensor, Tensor)"),
       any_layout);
   m.def("fetch(Tensor token, Tensor value, int slot) -> Tensor");
+  m.def("bernoulli(Tensor token, int[] geometry, int scalar_type, float p) -> (Tensor, Tensor)");
+  m.def("bernoulli_of_any_size(Tensor token, SymInt[] geometry, int scalar_type, float p) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(coexec, CompositeExplicitAutograd, m) {
   m.impl("feed", feed);
   m.impl("feed_of_any_size", feed);
   m.impl("fetch", fetch);
+  m.impl("bernoulli", bernoulli);
+  m.impl("bernoulli_of_any_size", bernoulli);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -107,6 +107,20 @@ void append_tensors(const c10::IValue& value, std::vector<c10::IValue>& out) {
 
 }  // namespace
 
+namespace {
+
+bool is_bernoulli(const Instruction& call) {
+  const auto& name = call.op->operator_name();
+  if (name.name != "aten::bernoulli_" || name.overload_name != "float" || call.outs.size() != 1) return false;
+  const Argument &self = call.arguments[0], &p = call.arguments[1], &generator = call.arguments[2];
+  bool is_constant = p.kind == Argument::Kind::Constant && p.constant.isDouble();
+  if (!is_constant || !(p.constant.toDouble() >= 0 && p.constant.toDouble() <= 1)) return false;
+  return self.kind == Argument::Kind::Register && generator.kind == Argument::Kind::Constant &&
+         generator.constant.isNone();
+}
+
+}  // namespace
+
 Instruction parse_instruction(const py::dict& d) {
   static const std::unordered_map<std::string, Opcode> opcodes = {
       {"Call", Opcode::Call},     {"Feed", Opcode::Feed},         {"Fetch", Opcode::Fetch},
@@ -142,6 +156,7 @@ Instruction parse_instruction(const py::dict& d) {
     for (size_t i = 0; i < encoded.size(); ++i) {
       out.arguments.push_back(parse_argument(encoded[i], schema_arguments[i].type()));
     }
+    out.bernoulli = is_bernoulli(out);
   } else if (out.opcode == Opcode::Compiled) {
     out.strides = d["strides"].cast<std::vector<std::optional<std::vector<int64_t>>>>();
     out.dtypes = d["dtypes"].cast<std::vector<int64_t>>();

@@ -57,6 +57,7 @@ struct Instruction {
   int64_t slot = 0;                      // Fetch
   bool copy = false;                     // Fetch: the memory is written later on
   bool draws = false;                    // Call, Compiled: random numbers
+  bool bernoulli = false;                // Call: `bernoulli_(p)` of the default generator
   std::vector<int64_t> targets;          // Switch, Jump: instruction indices
   std::shared_ptr<Library> library;      // Compiled
   std::vector<int64_t> release;          // registers that nobody reads afterwards

@@ -1,6 +1,7 @@
 #include "runner.h"
 
 #include "bypass.h"
+#include "draws.h"
 #include "kernel_threads.h"
 #include "waiting.h"
 
@@ -332,7 +333,11 @@ void Runner::execute() {
           deferred_.push_back(&instruction);
         } else {
           c10::impl::ExcludeDispatchKeyGuard guard(kAutogradAndViews);
-          call(instruction);
+          if (instruction.bernoulli) {
+            draw(instruction);
+          } else {
+            call(instruction);
+          }
         }
         break;
       case Opcode::Feed:
@@ -421,6 +426,12 @@ void Runner::check_deferred() const {
     }
     for (int64_t out : deferred->outs) defined.insert(out);
   }
+}
+
+void Runner::draw(const Instruction& instruction) {
+  at::Tensor tensor = registers_[instruction.arguments[0].reg].toTensor();
+  draw_bernoulli(tensor, instruction.arguments[1].constant.toDouble());
+  if (instruction.outs[0] >= 0) registers_[instruction.outs[0]] = tensor;
 }
 
 void Runner::call(const Instruction& instruction) {

@@ -94,6 +94,7 @@ class Runner {
   void check_deferred() const;  // what is put off to the commit has its values: it must not fail half way
   int64_t size(int64_t symbol);        // GraphRunner side: waits until it is bound
   void call(const Instruction& instruction);
+  void draw(const Instruction& instruction);
   void compiled(const Instruction& instruction);
 
   mutable std::mutex mutex_;

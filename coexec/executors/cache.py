@@ -18,7 +18,7 @@ import torch
 from coexec._private import compiler_settings
 
 #: Changes when the same block is compiled in another way.
-_FORMAT = 4
+_FORMAT = 3
 
 
 def directory() -> Path:

@@ -171,6 +171,34 @@ def test_what_comes_before_a_feed_is_computed_before_a_block_waits_for_it(monkey
     assert second.args[1] is products[-1]
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["dropout alone", "and a uniform number"])
+def test_dropout_is_drawn_several_numbers_at_a_time_where_nothing_else_is_drawn_in_between(
+    others, monkeypatch
+):
+    blocks = []
+    monkeypatch.setattr(inductor, "library_of", lambda block: blocks.append(block) or library_of(block))
+
+    def make():
+        torch.manual_seed(0)
+        return SimpleNamespace(w=torch.randn(4, 4), log=[])
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            h = torch.nn.functional.dropout(x @ s.w, 0.4)
+            h = h + torch.rand_like(h) if others else h
+            s.log.append(torch.nn.functional.dropout(h, 0.1).sum().item())
+
+    assert ran_by(make, step) == {"inductor"}
+    graph = blocks[-1].module.graph
+    theirs = graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli_.float)
+    own = graph.find_nodes(op="call_function", target=torch.ops.coexec.bernoulli.default)
+    assert (len(theirs), len(own)) == ((2, 0) if others else (0, 2))
+    if own:
+        first, second = own
+        assert second.args[0].args == (first, 0), "a token has the draws in order"
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
 def test_what_keeps_kernel_threads_asleep_is_gone_when_no_iteration_runs():
     def make():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import threading
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -352,6 +354,43 @@ def test_kernels_leave_a_processor_to_python(monkeypatch):
     for processors, threads in {1: 1, 2: 1, 4: 3, 8: 7, 9: 8, 64: 8}.items():
         monkeypatch.setattr(job, "processors", lambda n=processors: n)
         assert job.kernel_threads() == threads
+
+
+def kernels_in(path):
+    """What the compiled blocks of a folder call, in order: Python (a feed or a fetch) and products."""
+    for package in path.glob("*.pt2"):
+        with zipfile.ZipFile(package) as files:
+            [name] = [n for n in files.namelist() if n.endswith("wrapper.cpp")]
+            body = files.read(name).decode().split("::run_impl(")[-1]
+        calls = re.findall(r"(proxy_executor_call_function|aoti_torch_cpu_mm_out)\(", body)
+        yield ["python" if call.startswith("proxy") else "mm" for call in calls]
+
+
+def test_what_python_waits_for_is_computed_before_what_comes_later(monkeypatch, tmp_path):
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path))
+
+    def run(tape):
+        torch.manual_seed(0)
+        w, seen = torch.randn(40, 40, requires_grad=True), []
+        for _ in range(8):
+            x, y = torch.randn(40, 40), torch.randn(40)
+            with tape():
+                h = torch.mm(x, w)
+                seen.append(bool((x.sum() == 0).item()))  # a number, and nothing that is computed later
+                loss = (torch.mm(torch.mm(h.tanh(), w).tanh(), w).sum(1) - y).square().mean()
+                loss.backward()
+                w.data.sub_(w.grad * 1e-3)
+                w.grad = None
+                seen.append(loss.item())
+        return SimpleNamespace(model=SimpleNamespace(parameters=lambda: [w])), seen
+
+    assert_close(run(lambda: coexec.GradientTape(executor="inductor")), run(eager_tape))
+    [block] = [calls for calls in kernels_in(tmp_path) if "mm" in calls]
+    # x is fed; the number is fetched; y is fed; the loss is fetched
+    assert block[:4] == ["python", "mm", "python", "mm"], block
+    assert block[4:6] == ["mm", "python"], block
+    assert block.count("mm") > 3, "the backward pass is in the block"
+    assert block[-1] == "python"
 
 
 def test_other_threads_keep_their_kernel_threads():
