@@ -81,7 +81,7 @@ def to_channels_last(graph: Graph) -> None:
             changed.add(node)
         elif changed.isdisjoint(node.all_input_nodes):
             continue
-        elif node.op == "output" or _depends_on_memory(node):
+        elif node.op == "output" or _depends_on_memory(node) or _moves(node):
             for source in node.all_input_nodes:
                 if isinstance(source.meta.get("val"), torch.Tensor):
                     node.replace_input_with(source, restored(source, node))
@@ -129,6 +129,17 @@ def _depends_on_memory(node: Node) -> bool:
         return True
     flexible = {torch.Tag.flexible_layout, torch.Tag.pointwise}.intersection(target.tags)
     return not flexible and target.overloadpacket not in _ANY_STRIDES
+
+
+def _moves(node: Node) -> bool:
+    """Whether giving a tensor another shape would move its elements: kernels are not vectorized through that."""
+    if node.target is not aten.reshape.default:
+        return False
+    try:
+        _value(node.args[0]).view(_value(node).shape)
+    except (RuntimeError, ValueError):  # of tensors with memory, and of those without
+        return True
+    return False
 
 
 def _value(node: Any) -> Any:

@@ -179,3 +179,24 @@ def test_numbers_are_drawn_in_the_order_of_the_program_s_memory():
 
     assert drawn.args[0].target is stride_operator()
     assert drawn.args[0].meta["val"].stride() == before
+
+
+@pytest.mark.parametrize(
+    ("shape", "moves"), [((2, 4 * 6 * 6), True), ((2, 4, 36), False), ((2, 2, 2, 6, 6), False)]
+)
+def test_what_another_shape_would_move_is_converted_before_and_a_view_is_none(shape, moves):
+    graph = functional(
+        lambda x, w: torch.conv2d(x, w).tanh().reshape(shape),
+        torch.randn(2, 3, 8, 8),
+        torch.randn(4, 3, 3, 3),
+    )
+    for node in graph.graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default  # as TorchInductor has it
+
+    to_channels_last(graph.graph)
+
+    [reshaped] = graph.graph.find_nodes(op="call_function", target=aten.reshape.default)
+    source = reshaped.args[0]
+    assert (source.target is stride_operator()) is moves
+    if not moves:
+        assert source.meta["val"].is_contiguous(memory_format=torch.channels_last)
