@@ -442,7 +442,10 @@ def _hold_back(prompt: Any, kernels: list[Any]) -> list[Any]:
 
     latest: str | None = None
     for kernel in kernels:
-        made = kernel.get_outputs()[0].get_name()
+        outputs = kernel.get_outputs()
+        if not outputs:
+            continue
+        made = outputs[0].get_name()
         if getattr(kernel.node, "op_overload", None) is prompt:
             latest = made
         elif (

@@ -132,7 +132,7 @@ def _depends_on_memory(node: Node) -> bool:
 
 
 def _moves(node: Node) -> bool:
-    """Whether giving a tensor another shape would move its elements: kernels are not vectorized through that."""
+    """Whether another shape needs elements moved, which no kernel does with vectors."""
     if node.target is not aten.reshape.default:
         return False
     try:

@@ -18,6 +18,10 @@ from coexec.tracegraph.calls import flat
 from coexec.tracegraph.schema import by_schema
 
 
+#: What arguments of these names are instead.
+_INSTEAD = {"device": torch.device("meta"), "generator": None}
+
+
 @dataclass(frozen=True, slots=True)
 class Bare:
     """A tensor's geometry, and its type."""
@@ -79,7 +83,10 @@ def returned(target: Any, arguments: Sequence[Any]) -> tuple[Bare | None, ...]:
     Raises:
         Exception: what the operation raises, or what is raised where it has no such kernel.
     """
-    typed = tuple(map(_typed, arguments))
+    declared = target._schema.arguments
+    typed = tuple(
+        _typed(_INSTEAD.get(d.name, argument)) for d, argument in zip(declared, arguments, strict=True)
+    )
     try:
         hash(typed)
     except TypeError:
@@ -106,12 +113,7 @@ def _value(typed: Any) -> Any:
 
 
 def _tried(target: Any, typed: tuple[Any, ...]) -> tuple[Bare | None, ...]:
-    instead = {"device": torch.device("meta"), "generator": None}
-    declared = target._schema.arguments
-    values = [
-        instead[d.name] if d.name in instead else _value(t) for d, t in zip(declared, typed, strict=True)
-    ]
-    positional, keywords = by_schema(target, values)
+    positional, keywords = by_schema(target, map(_value, typed))
     made = target(*positional, **keywords)
     if not target._schema.returns:
         return ()
