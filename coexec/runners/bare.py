@@ -17,7 +17,6 @@ import torch
 from coexec.tracegraph.calls import flat
 from coexec.tracegraph.schema import by_schema
 
-
 #: What arguments of these names are instead.
 _INSTEAD = {"device": torch.device("meta"), "generator": None}
 
