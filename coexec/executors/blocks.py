@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from coexec._native import core
 from coexec.executors.aliases import lost_draws, written_by
+from coexec.executors.draws import emit_bernoulli, is_bernoulli
 from coexec.executors.job import TOKEN, InputMeta, Job, SymbolInput, Unsupported, make_job
 from coexec.executors.registers import Registers
 from coexec.executors.scalars import (
@@ -94,7 +95,7 @@ def make_block(
     body = list(body)
     token = latest = drawn = graph.placeholder("token")
     draws = [i for i in body if isinstance(i, Call) and i.random]
-    own_draws = all(_is_bernoulli(d, registers) for d in draws)
+    own_draws = all(is_bernoulli(d, program) for d in draws)
     symbols = symbols_of(body, program)
     sizes = SizeNodes(graph, symbols)
     inside = {r for i in body for r in writes(i)}
@@ -121,7 +122,7 @@ def make_block(
     for instruction in body:
         match instruction:
             case Call(random=True) if own_draws:
-                drawn = _emit_draw(graph, drawn, instruction, registers, env, sizes)
+                drawn = emit_bernoulli(graph, drawn, instruction, program, env, sizes)
             case Call():
                 _emit_call(graph, instruction, registers, env, encode)
                 if instruction.target in _LONG and instruction.outs[0] is not None:
@@ -200,37 +201,6 @@ def _emit_call(graph: Graph, call: Call, registers: Registers, env: dict[int, No
     for index, out in enumerate(call.outs):
         if out is not None:
             env[out] = graph.call_function(operator.getitem, (result, index))
-
-
-def _is_bernoulli(call: Call, registers: Registers) -> bool:
-    """Whether a draw is one of dropout's."""
-    if call.target is not torch.ops.aten.bernoulli_.float or not isinstance(call.args[1], float):
-        return False
-    meta = registers.program.metas.get(call.args[0].index) if isinstance(call.args[0], Reg) else None
-    return (
-        meta is not None
-        and call.args[2] is None
-        and meta.device.type == "cpu"
-        and meta.dtype in (torch.float32, torch.float64)
-    )
-
-
-def _emit_draw(
-    graph: Graph, token: Node, call: Call, registers: Registers, env: dict[int, Node], sizes: SizeNodes
-) -> Node:
-    """The same numbers, drawn faster."""
-    meta = registers.program.metas[call.args[0].index]
-    size, stride = sizes.all(meta.shape), sizes.all(meta.stride)
-    varies = any(isinstance(n, Node) for n in (*size, *stride))
-    pair = graph.call_function(
-        torch.ops.coexec.bernoulli_of_any_size.default if varies else torch.ops.coexec.bernoulli.default,
-        (token, [len(size), *size, *stride], core.scalar_type(meta.dtype), call.args[1]),
-    )
-    token, drawn = (graph.call_function(operator.getitem, (pair, n)) for n in range(2))
-    written = graph.call_function(torch.ops.aten.copy_.default, (env[call.args[0].index], drawn))
-    if call.outs and call.outs[0] is not None:
-        env[call.outs[0]] = written
-    return token
 
 
 def _emit_feed(graph: Graph, token: Node, after: Node, feed: Feed, sizes: SizeNodes) -> tuple[Node, Node]:
