@@ -205,15 +205,15 @@ def _emit_call(graph: Graph, call: Call, registers: Registers, env: dict[int, No
 
 def _emit_feed(graph: Graph, token: Node, after: Node, feed: Feed, sizes: SizeNodes) -> tuple[Node, Node]:
     if is_number(feed.example):
-        dtype = dtype_of(feed.example)
-        size, stride, device = [], [], torch.device("cpu")
+        dtype, device = dtype_of(feed.example), torch.device("cpu")
+        geometry, varies = sizes.geometry((), ())
     else:
         meta: TensorMeta = feed.example
-        size, stride, dtype, device = sizes.all(meta.shape), sizes.all(meta.stride), meta.dtype, meta.device
-    varies = any(isinstance(n, Node) for n in (*size, *stride))
+        dtype, device = meta.dtype, meta.device
+        geometry, varies = sizes.geometry(meta.shape, meta.stride)
     pair = graph.call_function(
         torch.ops.coexec.feed_of_any_size.default if varies else torch.ops.coexec.feed.default,
-        (token, after, [len(size), *size, *stride], core.scalar_type(dtype), device),
+        (token, after, geometry, core.scalar_type(dtype), device),
     )
     return graph.call_function(operator.getitem, (pair, 0)), graph.call_function(operator.getitem, (pair, 1))
 

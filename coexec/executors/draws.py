@@ -47,11 +47,10 @@ def emit_bernoulli(
     """
     written = call.args[0].index
     meta = program.metas[written]
-    size, stride = sizes.all(meta.shape), sizes.all(meta.stride)
-    varies = any(isinstance(n, Node) for n in (*size, *stride))
+    geometry, varies = sizes.geometry(meta.shape, meta.stride)
     pair = graph.call_function(
         torch.ops.coexec.bernoulli_of_any_size.default if varies else torch.ops.coexec.bernoulli.default,
-        (token, [len(size), *size, *stride], core.scalar_type(meta.dtype), call.args[1]),
+        (token, geometry, core.scalar_type(meta.dtype), call.args[1]),
     )
     token, drawn = (graph.call_function(operator.getitem, (pair, n)) for n in range(2))
     result = graph.call_function(torch.ops.aten.copy_.default, (env[written], drawn))

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from coexec.executors.job import Unsupported
 from coexec.tracegraph.instructions import reads
@@ -40,9 +40,10 @@ class SizeNodes:
             self._made[size] = self._make(size)
         return self._made[size]
 
-    def all(self, sizes: Iterable[Dimension]) -> list[Any]:
-        """The numbers and nodes of several sizes."""
-        return [self(s) for s in sizes]
+    def geometry(self, shape: Sequence[Dimension], stride: Sequence[Dimension]) -> tuple[list[Any], bool]:
+        """A tensor's geometry as the native operators take it, and whether it varies."""
+        numbers = [len(shape), *map(self, shape), *map(self, stride)]
+        return numbers, any(isinstance(n, Node) for n in numbers)
 
     def _symbol(self, symbol: int) -> Any:
         if symbol not in self._made:

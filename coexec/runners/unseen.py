@@ -119,13 +119,13 @@ class Unseen:
         varying = self._varying.get(node.id)
         if varying is None:
             metas = [m for m in dict.fromkeys(_metas(node)) if varies(m.shape) or varies(m.stride)]
-            joints: list[tuple[TensorMeta, list[bool | None]]] = []
-            key = next(iter(self.known[node.id]), None)
-            if key is not None:
-                seen = {s: v for s, v in zip(watched, key, strict=True) if v != UNKNOWN}
-                joints = [(m, _joints(m, seen.get)) for m in metas]
             sizes = {s for m in metas for s in m.shape if isinstance(s, Size)}
-            varying = self._varying[node.id] = _Varying(tuple(sizes), tuple(joints))
+            key = next(iter(self.known[node.id]), None)
+            if key is None:
+                return _Varying(tuple(sizes), ())  # not kept: there may be one to compare with next time
+            seen = {s: v for s, v in zip(watched, key, strict=True) if v != UNKNOWN}
+            joints = tuple((m, _joints(m, seen.get)) for m in metas)
+            varying = self._varying[node.id] = _Varying(tuple(sizes), joints)
         return varying
 
     def _runs(self, node: Node, values: Values) -> bool:
