@@ -105,10 +105,6 @@ void append_tensors(const c10::IValue& value, std::vector<c10::IValue>& out) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 bool is_bernoulli(const Instruction& call) {
   const auto& name = call.op->operator_name();
   if (name.name != "aten::bernoulli_" || name.overload_name != "float" || call.outs.size() != 1) return false;
