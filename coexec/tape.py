@@ -458,7 +458,7 @@ class _CoexecutionSession(_Session):
         """Whether Python can leave the block before the GraphRunner is done, and has a reason to."""
         if not self.runner.exclusive or not all(guardable(t) for t in bound):
             return False
-        return self._graph_runner.wait_for_draws()
+        return self.runner.stalled(self._graph_runner.wait_for_draws)
 
     def _go_on(self, bound: list[torch.Tensor]) -> None:
         """Python leaves the block; whoever uses one of these tensors, or a result, first waits."""

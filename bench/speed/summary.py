@@ -115,8 +115,9 @@ def detail_rows(results: Iterable[Fields]) -> list[list[str]]:
 
 
 def python_share(result: Fields, eager: Fields | None) -> float | None:
-    """Return the PythonRunner's own time as a share of eager's whole step."""
-    if eager is None or result.get("python_ms") is None:
+    """Return the PythonRunner's own time as a share of eager's whole step, if most steps were co-executed."""
+    co_executed = result.get("coexec_share")
+    if eager is None or result.get("python_ms") is None or (co_executed is not None and co_executed < 0.5):
         return None
     share: float = result["python_ms"] / spread_of(eager["round_ms"]).median
     return share

@@ -143,7 +143,7 @@ class PythonRunner(EnteredNatively):
         if before is not None:
             self._abandon()
             try:
-                self._stalled(before.settle)
+                self.stalled(before.settle)
             except BaseException:
                 self.graph_runner.finish()
                 raise
@@ -165,7 +165,7 @@ class PythonRunner(EnteredNatively):
             return
         if self._walker is not None:
             self._walker.run_ahead(False)
-        self._stalled(before.settle)
+        self.stalled(before.settle)
         if not before.committed:
             raise Mismatch("CX0005", "the iteration before became an eager one")
 
@@ -609,11 +609,11 @@ class PythonRunner(EnteredNatively):
         forgotten = False
         while True:
             try:
-                if not forgotten and self._stalled(self.graph_runner.wait_for_commit):
+                if not forgotten and self.stalled(self.graph_runner.wait_for_commit):
                     forgotten = True  # while the GraphRunner commits
                     self._outcome = self._outcome or self._find_results(announced=False)
                     self.forget()
-                self._stalled(self.graph_runner.wait)
+                self.stalled(self.graph_runner.wait)
                 break
             except KeyboardInterrupt as e:
                 interrupt = e  # the commit may have begun: it is finished first
@@ -641,7 +641,8 @@ class PythonRunner(EnteredNatively):
         announced = (*self._outcome.held.values(), *(p for _, _, p in self._outcome.plain))
         return [t for t in announced if t is not None]
 
-    def _stalled(self, wait: Callable[[], _T]) -> _T:
+    def stalled(self, wait: Callable[[], _T]) -> _T:
+        """Waits, and counts the time."""
         began = time.perf_counter()
         try:
             return wait()

@@ -215,6 +215,28 @@ def test_without_waiting_for_the_end_python_stalls_where_a_result_is_used():
     assert all(s.name != "use of a result" for s in inside)
 
 
+@pytest.mark.parametrize("waits_for", ["random numbers", "the iteration before"])
+def test_what_python_waits_for_is_none_of_its_own_time(waits_for):
+    weight = torch.nn.Parameter(torch.ones(800, 800) / 800)
+    kept = torch.zeros(())
+    for _ in range(9):
+        with coexec.GradientTape(synchronous=False):
+            if waits_for == "the iteration before":
+                kept.item()
+            kept = weight
+            for _ in range(12):
+                kept = kept @ weight  # the skeleton takes a fraction of that
+            if waits_for == "random numbers":
+                kept = torch.nn.functional.dropout(kept)
+            kept = kept.sum().detach()
+    kept.item()
+
+    [report] = coexec.explain().programs
+    assert report.steps["co-execution"] >= 5
+    assert all(ms > 0 for ms in report.python_ms)
+    assert sum(report.python_ms) < sum(report.python_stall_ms)
+
+
 @needs_spans
 def test_the_files_hold_the_timeline(tmp_path):
     pytest.importorskip("matplotlib")
