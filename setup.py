@@ -32,7 +32,9 @@ def native_extension() -> tuple[list[Extension], dict[str, type[Command]]]:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 report_missing(lines[0])
 
-    extension = CppExtension("coexec._native._core", sources, extra_compile_args=["-O2", "-std=c++20"])
+    extension = CppExtension(
+        "coexec._native._core", sources, extra_compile_args=["-O2", "-std=c++20", "-fvisibility=hidden"]
+    )
     extension.depends = sorted(str(path) for path in NATIVE.glob("*.h"))
     # setuptools then goes on without the library.
     extension.optional = True

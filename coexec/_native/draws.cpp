@@ -75,18 +75,31 @@ COEXEC_VECTORIZED void compare(const uint32_t* words, T* out, int64_t count, uin
   }
 }
 
-template <typename T>
-void fill(at::Tensor& tensor, double p, at::CPUGeneratorImpl& generator) {
+// A number in [0, 1) is the lower bits of a word.
+COEXEC_VECTORIZED void convert(const uint32_t* words, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(static_cast<int32_t>(words[i] & 0xffffff)) * 0x1p-24f;
+}
+
+// A number in [0, 1) is the lower bits of a pair.
+COEXEC_VECTORIZED void convert(const uint32_t* words, double* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t bits = (static_cast<uint64_t>(words[2 * i] & 0x1fffff) << 32) | words[2 * i + 1];
+    out[i] = static_cast<double>(static_cast<int64_t>(bits)) * 0x1p-53;
+  }
+}
+
+// Fills memory with what `make` makes of each `words_each` words that the generator gives.
+template <typename T, typename Make>
+void fill(at::Tensor& tensor, int words_each, at::CPUGeneratorImpl& generator, Make make) {
   std::lock_guard<std::mutex> lock(generator.mutex_);
   at::mt19937 engine = generator.engine();
   at::mt19937_data_pod data = engine.data();
-  auto below = static_cast<uint64_t>(std::ceil(std::ldexp(p, kBits)));
   std::array<uint32_t, 2 * kPairs> words;
   T* out = tensor.mutable_data_ptr<T>();
   for (int64_t left = tensor.numel(); left > 0;) {
     int64_t count = std::min<int64_t>(left, kPairs);
-    draw(data, words.data(), static_cast<int>(2 * count));
-    compare(words.data(), out, count, below);
+    draw(data, words.data(), static_cast<int>(words_each * count));
+    make(words.data(), out, count);
     out += count;
     left -= count;
   }
@@ -94,35 +107,64 @@ void fill(at::Tensor& tensor, double p, at::CPUGeneratorImpl& generator) {
   generator.set_engine(engine);
 }
 
-// Whether it was one of the tensors that can be filled here: PyTorch fills dense ones in the order of memory, too.
-bool draw_here(at::Tensor& tensor, double p, at::CPUGeneratorImpl& generator) {
-  if (!(p >= 0 && p <= 1) || !tensor.is_cpu() || !tensor.is_non_overlapping_and_dense()) return false;
+// Whether a tensor can be filled here: PyTorch fills dense ones in the order of memory, too.
+bool is_dense(const at::Tensor& tensor) { return tensor.is_cpu() && tensor.is_non_overlapping_and_dense(); }
+
+bool bernoulli_here(at::Tensor& tensor, double p, at::CPUGeneratorImpl& generator) {
+  if (!(p >= 0 && p <= 1) || !is_dense(tensor)) return false;
+  auto below = static_cast<uint64_t>(std::ceil(std::ldexp(p, kBits)));
+  auto make = [below](const uint32_t* words, auto* out, int64_t count) { compare(words, out, count, below); };
   if (tensor.scalar_type() == at::kFloat) {
-    fill<float>(tensor, p, generator);
+    fill<float>(tensor, 2, generator, make);
   } else if (tensor.scalar_type() == at::kDouble) {
-    fill<double>(tensor, p, generator);
+    fill<double>(tensor, 2, generator, make);
   } else {
     return false;
   }
   return true;
 }
 
-// PyTorch can be built with another generator for this: numbers and states are compared once.
-bool is_the_same() {
-  auto theirs = at::make_generator<at::CPUGeneratorImpl>(1), own = at::make_generator<at::CPUGeneratorImpl>(1);
-  at::Tensor numbers = at::empty({1000}, at::kFloat).bernoulli_(0.3, theirs);
-  at::Tensor own_numbers = at::empty({1000}, at::kFloat);
-  draw_here(own_numbers, 0.3, *at::check_generator<at::CPUGeneratorImpl>(own));
-  return numbers.equal(own_numbers) && theirs.get_state().equal(own.get_state());
+bool uniform_here(at::Tensor& tensor, at::CPUGeneratorImpl& generator) {
+  if (!is_dense(tensor)) return false;
+  auto make = [](const uint32_t* words, auto* out, int64_t count) { convert(words, out, count); };
+  if (tensor.scalar_type() == at::kFloat) {
+    fill<float>(tensor, 1, generator, make);
+  } else if (tensor.scalar_type() == at::kDouble) {
+    fill<double>(tensor, 2, generator, make);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// PyTorch can be built with another generator: numbers and states are compared once.
+template <typename Theirs, typename Here>
+bool is_the_same(Theirs theirs, Here here) {
+  auto first = at::make_generator<at::CPUGeneratorImpl>(1), second = at::make_generator<at::CPUGeneratorImpl>(1);
+  at::Tensor expected = at::empty({1000}, at::kFloat), own = at::empty({1000}, at::kFloat);
+  theirs(expected, first);
+  here(own, *at::check_generator<at::CPUGeneratorImpl>(second));
+  return expected.equal(own) && first.get_state().equal(second.get_state());
+}
+
+at::CPUGeneratorImpl& default_generator() {
+  return *at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
 }
 
 }  // namespace
 
 void draw_bernoulli(at::Tensor tensor, double p) {
-  static const bool same = is_the_same();
-  auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
-      std::nullopt, at::detail::getDefaultCPUGenerator());
-  if (!same || !draw_here(tensor, p, *generator)) tensor.bernoulli_(p);
+  static const bool same = is_the_same(
+      [](at::Tensor& t, const at::Generator& g) { t.bernoulli_(0.3, g); },
+      [](at::Tensor& t, at::CPUGeneratorImpl& g) { bernoulli_here(t, 0.3, g); });
+  if (!same || !bernoulli_here(tensor, p, default_generator())) tensor.bernoulli_(p);
+}
+
+void draw_uniform(at::Tensor tensor) {
+  static const bool same = is_the_same(
+      [](at::Tensor& t, const at::Generator& g) { t.uniform_(0, 1, g); },
+      [](at::Tensor& t, at::CPUGeneratorImpl& g) { uniform_here(t, g); });
+  if (!same || !uniform_here(tensor, default_generator())) tensor.uniform_(0, 1);
 }
 
 }  // namespace coexec

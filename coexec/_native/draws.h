@@ -8,4 +8,7 @@ namespace coexec {
 // tensor.bernoulli_(p). Nobody may need its gradient or see its version.
 void draw_bernoulli(at::Tensor tensor, double p);
 
+// tensor.uniform_(0, 1), likewise.
+void draw_uniform(at::Tensor tensor);
+
 }  // namespace coexec

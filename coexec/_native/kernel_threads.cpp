@@ -10,6 +10,7 @@ extern "C" {
 int omp_pause_resource_all(int kind) __attribute__((weak));
 void omp_set_num_threads(int threads) __attribute__((weak));
 int omp_get_num_procs(void) __attribute__((weak));
+int omp_get_max_threads(void) __attribute__((weak));
 int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
 void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
 }
@@ -62,6 +63,17 @@ void limit_kernel_threads(int threads) {
   if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(threads);
 }
 
+OneKernelThread::OneKernelThread()
+    : threads_(omp_get_max_threads ? omp_get_max_threads() : 1),
+      mkl_threads_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 1) {
+  if (omp_set_num_threads) omp_set_num_threads(1);
+}
+
+OneKernelThread::~OneKernelThread() {
+  if (omp_set_num_threads) omp_set_num_threads(threads_);
+  if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(mkl_threads_);
+}
+
 #else
 
 void release_kernel_threads() {}
@@ -73,6 +85,10 @@ PassiveWorkers::~PassiveWorkers() {}
 void PassiveWorkers::hold() {}
 
 void limit_kernel_threads(int) {}
+
+OneKernelThread::OneKernelThread() : threads_(1), mkl_threads_(1) {}
+
+OneKernelThread::~OneKernelThread() {}
 
 #endif
 

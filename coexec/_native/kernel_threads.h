@@ -37,6 +37,18 @@ class PassiveWorkers {
   std::thread thread_;
 };
 
+// While one of these is there, kernels of the calling thread run on no other.
+class OneKernelThread {
+ public:
+  OneKernelThread();
+  ~OneKernelThread();
+  OneKernelThread(const OneKernelThread&) = delete;
+  OneKernelThread& operator=(const OneKernelThread&) = delete;
+
+ private:
+  int threads_, mkl_threads_;
+};
+
 // Has kernels of the calling thread, and of no other one, run on that many threads.
 //
 // at::set_num_threads also decides for threads that begin later on, and for these the number of PyTorch is right.

@@ -167,12 +167,14 @@ std::shared_ptr<Program> make_program(
     int64_t fetch_slots,
     int64_t symbols,
     int64_t threads,
+    bool helped,
     const py::list& instructions) {
   auto program = std::make_shared<Program>();
   program->register_count = register_count;
   program->fetch_slots = fetch_slots;
   program->symbols = symbols;
   program->threads = threads;
+  program->helped = helped;
   program->captured = std::move(captured);
   program->instructions.reserve(instructions.size());
   for (const auto& d : instructions) program->instructions.push_back(parse_instruction(d.cast<py::dict>()));

@@ -69,6 +69,7 @@ struct Program {
   int64_t fetch_slots = 0;
   int64_t symbols = 0;            // in sizes that vary
   int64_t threads = 0;            // that kernels run on; 0: as many as Python's
+  bool helped = false;            // whether large kernels are shared with a helper
   std::vector<int64_t> captured;  // registers bound when an iteration begins
   std::vector<Instruction> instructions;
   bool branches = false;          // whether paths differ in what they execute
@@ -87,6 +88,7 @@ std::shared_ptr<Program> make_program(
     int64_t fetch_slots,
     int64_t symbols,
     int64_t threads,
+    bool helped,
     const pybind11::list& instructions);
 
 }  // namespace coexec

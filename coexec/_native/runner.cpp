@@ -2,6 +2,7 @@
 
 #include "bypass.h"
 #include "draws.h"
+#include "float_control.h"
 #include "kernel_threads.h"
 #include "waiting.h"
 
@@ -18,24 +19,12 @@
 #include <iostream>
 #include <unordered_set>
 
-#if defined(__SSE__) || defined(_M_X64)
-#include <xmmintrin.h>
-#define COEXEC_GET_FLOAT_CONTROL() _mm_getcsr()
-#define COEXEC_SET_FLOAT_CONTROL(x) _mm_setcsr(x)
-#else
-#define COEXEC_GET_FLOAT_CONTROL() 0u
-#define COEXEC_SET_FLOAT_CONTROL(x) (void)(x)
-#endif
-
 namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
 namespace coexec {
 
 namespace {
-
-// Status flags differ from moment to moment; only modes are state.
-constexpr unsigned int kFloatModes = 0xffc0u;
 
 const c10::DispatchKeySet kAutograd = c10::autograd_dispatch_keyset;
 const c10::DispatchKeySet kAutogradAndViews =
@@ -46,7 +35,7 @@ const c10::DispatchKeySet kAutogradAndViews =
 ThreadState ThreadState::capture() {
   ThreadState state;
   state.num_threads = at::get_num_threads();
-  state.float_control = COEXEC_GET_FLOAT_CONTROL() & kFloatModes;
+  state.float_control = coexec::float_control();
   if (at::hasCUDA()) {
     c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
     state.stream = guard.getStream(guard.getDevice());
@@ -56,7 +45,7 @@ ThreadState ThreadState::capture() {
 
 void ThreadState::apply() const {
   at::set_num_threads(num_threads);
-  COEXEC_SET_FLOAT_CONTROL((COEXEC_GET_FLOAT_CONTROL() & ~kFloatModes) | float_control);
+  set_float_control(float_control);
   if (stream) {
     c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
     guard.setDevice(stream->device());
@@ -116,7 +105,7 @@ void Worker::loop() {
   }
 }
 
-Runner::Runner(std::shared_ptr<Worker> worker) : worker_(std::move(worker)) {}
+Runner::Runner(std::shared_ptr<Worker> worker) : work_([this] { wake_python(); }), worker_(std::move(worker)) {}
 
 Runner::~Runner() {
   cancel();
@@ -170,10 +159,64 @@ void Runner::bind(int64_t symbol, int64_t value) {
 
 std::optional<int64_t> Runner::bound(int64_t symbol) const { return symbols_.at(symbol); }
 
+void Runner::tell_python() {
+  told_.fetch_add(1, std::memory_order_release);
+  to_python_.notify_all();
+}
+
+void Runner::wake_python() {
+  if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  to_python_.notify_all();
+}
+
+template <typename Condition>
+void Runner::wait_and_help(std::unique_lock<std::mutex>& lock, Condition condition, Signals signals) {
+  if (condition()) return;
+  auto look_for = program_ && program_->helped ? kBetweenKernels : std::chrono::microseconds(0);
+  lock.unlock();
+  {
+    py::gil_scoped_release release;
+    std::optional<Helping> helping;
+    auto checked = Clock::now();
+    while (true) {
+      uint32_t told = told_.load(std::memory_order_acquire), offered = work_.offered();
+      auto changed = [&] { return told_.load(std::memory_order_acquire) != told || work_.offered() != offered; };
+      lock.lock();
+      bool ready = condition();
+      lock.unlock();
+      if (ready) break;
+      auto prepare = [&](unsigned int float_control) {
+        if (!helping) helping.emplace(float_control);
+      };
+      while (told_.load(std::memory_order_acquire) == told && work_.take(prepare)) {}
+      if (!look(look_for, changed)) {
+        lock.lock();
+        sleepers_.fetch_add(1, std::memory_order_seq_cst);
+        to_python_.wait_for(lock, kSignals, changed);
+        sleepers_.fetch_sub(1, std::memory_order_relaxed);
+        lock.unlock();
+      }
+      if (signals == Signals::Wait || Clock::now() - checked < kSignals) continue;
+      helping.reset();
+      py::gil_scoped_acquire acquire;
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      checked = Clock::now();
+    }
+  }
+  lock.lock();
+}
+
+void Runner::share(int parts, SharedWork::Body body, void* data) {
+  Runner* runner = current();
+  if (runner && runner->program_->helped) return runner->work_.run(parts, body, data);
+  for (int part = 0; part < parts; ++part) body(data, part);
+}
+
 c10::IValue Runner::fetch(int64_t slot) {
   start();
   std::unique_lock<std::mutex> lock(mutex_);
-  wait_in_python(to_python_, lock, [&] { return published_.at(slot).has_value() || state_ == State::Done; });
+  wait_and_help(lock, [&] { return published_.at(slot).has_value() || state_ == State::Done; });
   if (!published_[slot]) {
     if (error_) std::rethrow_exception(error_);
     TORCH_CHECK(false, "the GraphRunner ended without publishing the value");
@@ -193,26 +236,24 @@ void Runner::commit() {
 
 bool Runner::wait_for_commit() {
   std::unique_lock<std::mutex> lock(mutex_);
-  wait_in_python(to_python_, lock, [this] { return committing_ || state_ == State::Done; });
+  wait_and_help(lock, [this] { return committing_ || state_ == State::Done; });
   return committing_;
 }
 
 void Runner::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
-  wait_in_python(to_python_, lock, [this] { return state_ == State::Done; });
+  wait_and_help(lock, [this] { return state_ == State::Done; });
   if (error_) std::rethrow_exception(error_);
 }
 
 void Runner::join() {
-  py::gil_scoped_release release;
   std::unique_lock<std::mutex> lock(mutex_);
-  to_python_.wait(lock, [this] { return state_ != State::Running; });
+  wait_and_help(lock, [this] { return state_ != State::Running; }, Signals::Wait);
 }
 
 bool Runner::wait_for_draws() {
-  py::gil_scoped_release release;
   std::unique_lock<std::mutex> lock(mutex_);
-  to_python_.wait(lock, [this] { return drawn_ || state_ != State::Running; });
+  wait_and_help(lock, [this] { return drawn_ || state_ != State::Running; }, Signals::Wait);
   return state_ == State::Running;
 }
 
@@ -221,14 +262,7 @@ void Runner::cancel() {
   cancelled_ = true;
   to_graph_.notify_one();
   if (state_ == State::Ready) state_ = State::Done;
-  if (state_ != State::Running) return;
-  lock.unlock();
-  {
-    py::gil_scoped_release release;
-    lock.lock();
-    to_python_.wait(lock, [this] { return state_ != State::Running; });
-    lock.unlock();
-  }
+  wait_and_help(lock, [this] { return state_ != State::Running; }, Signals::Wait);
 }
 
 bool Runner::committing() const {
@@ -288,7 +322,7 @@ void Runner::publish(int64_t slot, c10::IValue value) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (cancelled_) throw Cancelled{};
   published_.at(slot) = std::move(value);
-  to_python_.notify_all();
+  tell_python();
 }
 
 bool Runner::leaves_processors() const { return program_->threads > 0; }
@@ -312,7 +346,7 @@ void Runner::run() {
   spans_.add(t, false);
   error_ = error;
   state_ = State::Done;
-  to_python_.notify_all();
+  tell_python();
 }
 
 void Runner::execute() {
@@ -323,7 +357,7 @@ void Runner::execute() {
     if (!drawn && pc >= program_->draws_until) {
       std::lock_guard<std::mutex> lock(mutex_);
       drawn = drawn_ = true;
-      to_python_.notify_all();
+      tell_python();
     }
     const Instruction& instruction = code[pc];
     size_t next = pc + 1;
@@ -386,7 +420,7 @@ void Runner::execute() {
           spans_.add(t, true);
           if (cancelled_) throw Cancelled{};
           committing_ = true;
-          to_python_.notify_all();
+          tell_python();
         }
         // In-place writes to tensors of the user have to raise their version counters.
         c10::impl::ExcludeDispatchKeyGuard guard(kAutograd);

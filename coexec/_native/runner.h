@@ -6,6 +6,7 @@
 #pragma once
 
 #include "program.h"
+#include "shared_work.h"
 #include "spans.h"
 
 #include <c10/core/Stream.h>
@@ -86,10 +87,20 @@ class Runner {
   void publish(int64_t slot, c10::IValue value);  // GraphRunner side
   static Runner*& current();            // the runner whose thread this is
 
+  // Computes all parts of a kernel: a thread that waits for the calling thread's runner computes some of them.
+  static void share(int parts, SharedWork::Body body, void* data);
+
  private:
   enum class State { Idle, Ready, Running, Done };
 
   void start_locked();
+  void tell_python();  // that what it waits for may have come
+  void wake_python();  // for there is work to share
+
+  enum class Signals { Raise, Wait };
+  // Python's side: waits, without the GIL, until a condition holds, and computes parts of kernels meanwhile.
+  template <typename Condition>
+  void wait_and_help(std::unique_lock<std::mutex>& lock, Condition condition, Signals signals = Signals::Raise);
   void execute();
   void check_deferred() const;  // what is put off to the commit has its values: it must not fail half way
   int64_t size(int64_t symbol);        // GraphRunner side: waits until it is bound
@@ -111,6 +122,9 @@ class Runner {
   std::vector<std::optional<int64_t>> known_;    // of them, by the GraphRunner
   bool graph_waits_ = false;
   std::vector<std::optional<c10::IValue>> published_;
+  std::atomic<uint32_t> told_{0};  // how often Python has been told
+  std::atomic<int> sleepers_{0};   // threads of Python that wait, and do not look
+  SharedWork work_;
   std::vector<c10::IValue> kept_;  // messages already read: Python drops them, not this thread
   std::exception_ptr error_;
   std::string error_where_;

@@ -9,10 +9,33 @@
 #include <condition_variable>
 #include <mutex>
 
+#if defined(__SSE__) || defined(_M_X64)
+#include <immintrin.h>
+#endif
+
 namespace coexec {
 
 // Waking a thread costs more than most waits of a runner's thread are long: it looks for a while before it sleeps.
 constexpr std::chrono::microseconds kSpin{100};
+
+// The last part of a kernel is usually done when the others are.
+constexpr std::chrono::microseconds kLastPart{30};
+
+// Between two kernels that are shared there are small ones.
+constexpr std::chrono::microseconds kBetweenKernels{200};
+
+// Looks whether a condition holds, for a while; returns whether it does.
+template <typename Condition>
+bool look(std::chrono::microseconds at_most, Condition condition) {
+  auto began = std::chrono::steady_clock::now();
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() - began > at_most) return false;
+#if defined(__SSE__) || defined(_M_X64)
+    _mm_pause();
+#endif
+  }
+  return true;
+}
 
 inline double seconds_since(std::chrono::steady_clock::time_point t) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count();
@@ -30,6 +53,9 @@ void wait_idly(
   changed.wait(lock, condition);
 }
 
+// How often a thread of Python that waits looks for signals.
+constexpr std::chrono::milliseconds kSignals{50};
+
 // Python's side: waits, without the GIL, until a condition holds; signals (Ctrl-C) are raised.
 template <typename Condition>
 void wait_in_python(std::condition_variable& changed, std::unique_lock<std::mutex>& lock, Condition condition) {
@@ -39,7 +65,7 @@ void wait_in_python(std::condition_variable& changed, std::unique_lock<std::mute
     pybind11::gil_scoped_release release;
     while (true) {
       lock.lock();
-      bool ready = changed.wait_for(lock, std::chrono::milliseconds(50), condition);
+      bool ready = changed.wait_for(lock, kSignals, condition);
       lock.unlock();
       if (ready) break;
       pybind11::gil_scoped_acquire acquire;

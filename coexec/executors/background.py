@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from coexec._private import compiler_options, set_compiler_options
+from coexec._private_inductor import compiler_options, set_compiler_options
 from coexec.executors.job import Job, Unsupported, compiled
 
 #: What the process exits with if a block cannot be compiled; the reason is all that it prints.

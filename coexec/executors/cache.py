@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from coexec._private import compiler_settings
+from coexec._private_inductor import compiler_settings
 
 #: Changes when the same block is compiled in another way.
-_FORMAT = 3
+_FORMAT = 5
 
 
 def directory() -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coexec._private import stride_operator
+from coexec._private_inductor import stride_operator
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from coexec._native import core
 from coexec.executors.aliases import read_from_outside, shared_across, views_on, with_own_views
 from coexec.executors.blocks import Block, is_compiled, job_of, make_block
 from coexec.executors.commit_block import is_apart, is_late
-from coexec.executors.job import Job, Unsupported, compiled, kernel_threads
+from coexec.executors.job import Job, Unsupported, compiled, kernel_parts, kernel_threads
 from coexec.executors.registers import Registers, registers_of
 from coexec.executors.sizes import before_late_symbols
 from coexec.tracegraph.graph import TraceGraph
@@ -81,6 +81,7 @@ def compile_blocks(graph: TraceGraph) -> Program:
         compiled=made,
         uncompiled=program.instructions,
         threads=kernel_threads(),
+        parts=kernel_parts(),
     )
 
 

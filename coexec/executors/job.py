@@ -6,6 +6,7 @@ Out: the path of its library, compiled at most once.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from coexec._private import compile_ahead_of_time, fake_mode_of, symbolic_carriers
+from coexec._native import core
+from coexec._private import fake_mode_of, symbolic_carriers
+from coexec._private_inductor import compile_ahead_of_time
 from coexec.executors.cache import install, path_of
 from coexec.executors.channels_last import KeepsLayout, to_channels_last
 from coexec.pace import processors
@@ -73,24 +76,41 @@ TOKEN = InputMeta((1,), (1,), torch.float32, "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A graph of ATen operations, its inputs, its kernels' threads, and where its library belongs."""
+    """A graph of ATen operations, its inputs, what its kernels are like, and where its library belongs.
+
+    Kernels have `threads` of OpenMP's, or are cut into `parts`. If `native`, some are of the native module.
+    """
 
     module: GraphModule
     inputs: tuple[InputMeta | SymbolInput, ...]
     threads: int
+    parts: int
+    native: bool
     path: Path
 
 
 def make_job(module: GraphModule, inputs: tuple[InputMeta | SymbolInput, ...]) -> Job:
     """The job of compiling a graph; equal graphs have one path."""
     constants = {n: (t.dtype, t.tolist()) for n, t in module.named_buffers()}
-    threads = kernel_threads()
-    return Job(module, inputs, threads, path_of(repr((module.code, constants, inputs, threads))))
+    threads, parts, native = kernel_threads(), kernel_parts(), finds_native()
+    path = path_of(repr((module.code, constants, inputs, threads, parts, native)))
+    return Job(module, inputs, threads, parts, native, path)
 
 
 def kernel_threads() -> int:
     """How many threads the kernels of compiled blocks run on: at least one processor is Python's."""
     return min(torch.get_num_threads(), max(1, processors() - 1))
+
+
+@functools.cache
+def finds_native() -> bool:
+    """Whether compiled blocks find the functions of the native module that take the place of PyTorch's."""
+    return core is not None and core.show_names()
+
+
+def kernel_parts() -> int:
+    """Into how many parts large kernels of compiled blocks are cut, for other threads to take some."""
+    return 2 if kernel_threads() == 1 < torch.get_num_threads() and finds_native() else 1
 
 
 def _examples(job: Job) -> tuple[torch.Tensor, ...]:
@@ -116,12 +136,12 @@ def _compile(job: Job, examples: tuple[torch.Tensor, ...], file: str) -> None:
             raise
 
     try:
-        compile_ahead_of_time(job.module, examples, file, job.threads, change, prompt)
+        compile_ahead_of_time(job.module, examples, file, job.threads, change, prompt, job.parts, job.native)
     except NotImplementedError:
         if not kept:
             raise
         log.info("in the program's memory formats: %s", kept[0])
-        compile_ahead_of_time(job.module, examples, file, job.threads, prompt=prompt)
+        compile_ahead_of_time(job.module, examples, file, job.threads, None, prompt, job.parts, job.native)
 
 
 def compiled(job: Job) -> Path:

@@ -83,6 +83,7 @@ def encoded(program: Program) -> Any:
             program.fetch_slots,
             len(program.symbols),
             program.threads,
+            program.parts > 1,
             [encoded_instruction(i) for i in program.instructions],
         )
         entry = _cache[id(program)] = (program, native)

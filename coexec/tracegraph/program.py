@@ -210,6 +210,7 @@ class Program:
         compiled: what each block that is not run by `aten` was.
         uncompiled: the instructions that compiled blocks have replaced.
         threads: how many threads its kernels run on; 0 for as many as Python's.
+        parts: into how many parts its large kernels are cut, for another thread to take some of them.
     """
 
     instructions: tuple[Instruction, ...]
@@ -231,6 +232,7 @@ class Program:
     compiled: tuple[CompiledBlock, ...] = ()
     uncompiled: tuple[Instruction, ...] = ()
     threads: int = 0
+    parts: int = 1
 
     @property
     def asks(self) -> bool:

@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coexec._private import stride_operator
+from coexec._private_inductor import stride_operator
 from coexec.executors.channels_last import KeepsLayout, to_channels_last
 
 aten = torch.ops.aten

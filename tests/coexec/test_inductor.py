@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import coexec
-from coexec import _private
+from coexec import _private_inductor
 from coexec._native import core
 from coexec.executors import job
 from tests.coexec.harness import eager_tape
@@ -109,7 +109,7 @@ def test_a_dtype_that_pytorch_would_confuse_in_compiled_code_is_left_to_aten(mon
             seen.append(loss.item())
         return seen, weight.grad
 
-    monkeypatch.setattr(_private, "_CONFUSES_DTYPES", True)
+    monkeypatch.setattr(_private_inductor, "_CONFUSES_DTYPES", True)
     expected, grad = run(eager_tape)
     seen, found = run(lambda: coexec.GradientTape(executor="inductor"))
 
@@ -241,7 +241,7 @@ def test_one_library_is_compiled_for_all_sizes(look):
 
 def test_code_that_would_hold_for_some_sizes_only_is_left_to_aten(monkeypatch, tmp_path):
     monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path))  # nothing is compiled yet
-    monkeypatch.setattr(_private, "_assumptions", lambda examples: ["s0 = 7"])
+    monkeypatch.setattr(_private_inductor, "_assumptions", lambda examples: ["s0 = 7"])
     eager = train_on_sizes(eager_tape, 16, False)
 
     mine = train_on_sizes(lambda: coexec.GradientTape(executor="inductor", check=True), 16, False)
@@ -341,12 +341,12 @@ def test_blocks_are_compiled_anew_for_other_options_of_the_compiler(option):
 
 
 def test_a_compilation_is_none_of_the_options():
-    before = _private.compiler_settings()
+    before = _private_inductor.compiler_settings()
 
     train(lambda: coexec.GradientTape(executor="inductor"), 8)
     nn.Sequential(nn.Linear(2, 2)).compile(mode="max-autotune")
 
-    assert _private.compiler_settings() == before
+    assert _private_inductor.compiler_settings() == before
 
 
 def test_kernels_leave_a_processor_to_python(monkeypatch):

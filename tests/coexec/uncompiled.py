@@ -23,6 +23,11 @@ def use_graphs(put=setattr):
 
 def library_of(block: Block):
     """What takes the place of `coexec.executors.inductor.library_of`."""
+    return core.Library(function_of(block))
+
+
+def function_of(block: Block):
+    """The block's graph as a function on a list of tensors."""
 
     def run(inputs):
         own = [_copy(t) for t in inputs]
@@ -33,7 +38,7 @@ def library_of(block: Block):
                 given.copy_(mine)
         return list(results)
 
-    return core.Library(run)
+    return run
 
 
 def _copy(tensor):
