@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -150,6 +151,10 @@ def _can_cut() -> bool:
     return sys.platform == "linux" and cpp_builder.is_gcc()
 
 
+#: Held while TorchInductor's functions are not its own.
+_replacing = threading.Lock()
+
+
 @contextmanager
 def _calling_native(in_parts: bool) -> Iterator[None]:
     """While entered, code that this thread compiles calls functions of the native module.
@@ -159,35 +164,38 @@ def _calling_native(in_parts: bool) -> Iterator[None]:
     from torch._inductor import cpp_builder
     from torch._inductor.codegen import cpp
 
-    usual_options, usual_regions = cpp_builder.get_cpp_options, cpp.WorkSharing
     functions = (*_DRAWING, *_IN_PARTS) if in_parts else _DRAWING
     thread = threading.get_ident()
 
-    def options(*args: Any, **kwargs: Any) -> Any:
-        made = usual_options(*args, **kwargs)
-        if threading.get_ident() != thread:
-            return made
-        definitions, include_dirs, cflags, ldflags, *rest = made
-        renamed = [f"aoti_torch_cpu_{name}=coexec_cpu_{name}" for name in functions]
-        wrapped = [f"Wl,--wrap={name}" for name in _REGIONS] if in_parts else []
-        return [*definitions, *renamed], include_dirs, cflags, [*ldflags, *wrapped], *rest
+    with _replacing:
+        usual: Any = cpp_builder.get_cpp_options
+        regions: Any = cpp.WorkSharing
 
-    class Regions(usual_regions):  # type: ignore[misc,valid-type]
-        def parallel(self, threads: Any) -> None:
-            if in_parts and threading.get_ident() == thread:
-                self.close()
-            super().parallel(threads)
+        def options(*args: Any, **kwargs: Any) -> Any:
+            made = usual(*args, **kwargs)
+            if threading.get_ident() != thread:
+                return made
+            definitions, include_dirs, cflags, ldflags, *rest = made
+            renamed = [f"aoti_torch_cpu_{name}=coexec_cpu_{name}" for name in functions]
+            wrapped = [f"Wl,--wrap={name}" for name in _REGIONS] if in_parts else []
+            return [*definitions, *renamed], include_dirs, cflags, [*ldflags, *wrapped], *rest
 
-        def single(self) -> Any:
-            if in_parts and threading.get_ident() == thread:
-                self.close()
-            return super().single()
+        class Regions(regions):  # type: ignore[misc]
+            def parallel(self, threads: Any) -> None:
+                if in_parts and threading.get_ident() == thread:
+                    self.close()
+                super().parallel(threads)
 
-    cpp_builder.get_cpp_options, cpp.WorkSharing = options, Regions  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        cpp_builder.get_cpp_options, cpp.WorkSharing = usual_options, usual_regions  # type: ignore[misc]
+            def single(self) -> Any:
+                if in_parts and threading.get_ident() == thread:
+                    self.close()
+                return super().single()
+
+        with (
+            mock.patch.object(cpp_builder, "get_cpp_options", options),
+            mock.patch.object(cpp, "WorkSharing", Regions),
+        ):
+            yield
 
 
 def _is_cut_safely(file: str) -> bool:

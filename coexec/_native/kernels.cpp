@@ -16,6 +16,7 @@
 #include <dlfcn.h>
 #endif
 
+#include <algorithm>
 #include <optional>
 
 #define COEXEC_FOR_BLOCKS extern "C" __attribute__((visibility("default")))
@@ -189,7 +190,7 @@ COEXEC_FOR_BLOCKS AOTITorchError coexec_cpu_rand(
 
 // The region of a kernel that OpenMP would run on several threads. There is nothing in it for which they wait.
 COEXEC_FOR_BLOCKS void __wrap_GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned /*flags*/) {
-  int parts = static_cast<int>(threads);
+  int parts = std::max(static_cast<int>(threads), 1);
   auto compute = [&](int part) {
     coexec::region_part = part;
     coexec::region_parts = parts;

@@ -10,7 +10,7 @@ constexpr double kLeastWork = 3e6;  // floating-point operations
 
 constexpr int kParts = 2;
 
-// Calls a function with 0 and 1, each on the calling thread or on one that waits for it.
+// Calls a function with each part's number, on the calling thread or on one that waits for it.
 template <typename Function>
 void compute_parts(Function function, int parts = kParts) {
   Runner::share(parts, [](void* data, int part) { (*static_cast<Function*>(data))(part); }, &function);

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coexec import _private
+from coexec import _private, _private_inductor
 from coexec._native import core
 from coexec.block_watch import BlockWatch
 from coexec.tracegraph.calls import meta_of
@@ -336,3 +336,58 @@ def test_autograd_functions_and_scripts_have_one_entry_each():
     assert all(callable(kind.__call__) for kind in _private.SCRIPTED)
     assert all(callable(getattr(module, name)) for module, name in _private.EXPORTS)
     assert all(callable(getattr(module, name)) for module, name in _private.CONTROL_FLOW)
+
+
+class Lines:
+    """Code that is being written."""
+
+    def __init__(self):
+        self.lines = []
+
+    def writeline(self, line):
+        self.lines.append(line)
+
+    def indent(self):
+        return contextlib.nullcontext()
+
+
+def compilation():
+    """The definitions and linker flags of a compilation, and the regions of two loops of its code."""
+    from torch._inductor import cpp_builder
+    from torch._inductor.codegen import cpp
+
+    made = cpp_builder.get_cpp_options("g++", do_link=True)
+    code = Lines()
+    regions = cpp.WorkSharing(code)
+    for _ in range(2):
+        regions.parallel(2)
+    alone = regions.single()
+    return made[0], made[3], sum("omp parallel" in line for line in code.lines), alone
+
+
+def test_only_code_that_this_thread_compiles_calls_the_native_module():
+    others = []
+
+    with _private_inductor._calling_native(in_parts=True):
+        definitions, flags, regions, alone = compilation()
+        thread = threading.Thread(target=lambda: others.append(compilation()))
+        thread.start()
+        thread.join()
+    others.append(compilation())
+
+    assert "aoti_torch_cpu_mm_out=coexec_cpu_mm_out" in definitions
+    assert "Wl,--wrap=GOMP_parallel" in flags
+    assert (regions, alone) == (2, False)
+    for definitions, flags, regions, alone in others:
+        assert not any("coexec" in d for d in definitions)
+        assert not any("wrap" in f for f in flags)
+        assert (regions, alone) == (1, True)
+
+
+def test_without_parts_only_the_functions_that_draw_are_others():
+    with _private_inductor._calling_native(in_parts=False):
+        definitions, flags, regions, _ = compilation()
+
+    assert [d for d in definitions if "coexec" in d] == ["aoti_torch_cpu_rand=coexec_cpu_rand"]
+    assert not any("wrap" in f for f in flags)
+    assert regions == 1
