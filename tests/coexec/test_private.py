@@ -227,10 +227,10 @@ def test_a_symbolic_carrier_has_a_symbol_of_its_range_and_what_is_assumed_of_it_
         made = torch.empty(first.shape[0] * 3, 4)
     assert made.shape[0] == 3 * first.shape[0]
     assert bool(first.shape[0] <= 64)
-    assert _private._assumptions(carriers) == [], "all of this is true of each size in the range"
+    assert _private_inductor._assumptions(carriers) == [], "all of this is true of each size in the range"
 
     assert bool(first.shape[0] == second.shape[0]), "only of the usual ones"
-    assert _private._assumptions(carriers)
+    assert _private_inductor._assumptions(carriers)
 
 
 def test_what_an_object_was_knows_what_it_has_become():
