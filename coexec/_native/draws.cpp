@@ -65,26 +65,26 @@ void draw(at::mt19937_data_pod& data, uint32_t* out, int count) {
   }
 }
 
-// A number in [0, 1) is the lower bits of a pair, and below p if these are below p with as many bits.
-template <typename T>
-COEXEC_VECTORIZED void compare(const uint32_t* words, T* out, int64_t count, uint64_t below) {
+// A double in [0, 1) is the lower bits of a pair of words.
+inline uint64_t bits_of(const uint32_t* pair) {
   constexpr uint64_t mask = (uint64_t{1} << kBits) - 1;
-  for (int64_t i = 0; i < count; ++i) {
-    uint64_t bits = ((static_cast<uint64_t>(words[2 * i]) << 32) | words[2 * i + 1]) & mask;
-    out[i] = static_cast<T>(bits < below);
-  }
+  return ((static_cast<uint64_t>(pair[0]) << 32) | pair[1]) & mask;
 }
 
-// A number in [0, 1) is the lower bits of a word.
+// It is below p if its bits are below p with as many bits.
+template <typename T>
+COEXEC_VECTORIZED void compare(const uint32_t* words, T* out, int64_t count, uint64_t below) {
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(bits_of(words + 2 * i) < below);
+}
+
+// A float in [0, 1) is the lower bits of a word.
 COEXEC_VECTORIZED void convert(const uint32_t* words, float* out, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(static_cast<int32_t>(words[i] & 0xffffff)) * 0x1p-24f;
 }
 
-// A number in [0, 1) is the lower bits of a pair.
 COEXEC_VECTORIZED void convert(const uint32_t* words, double* out, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    uint64_t bits = (static_cast<uint64_t>(words[2 * i] & 0x1fffff) << 32) | words[2 * i + 1];
-    out[i] = static_cast<double>(static_cast<int64_t>(bits)) * 0x1p-53;
+    out[i] = static_cast<double>(static_cast<int64_t>(bits_of(words + 2 * i))) * 0x1p-53;
   }
 }
 
@@ -107,15 +107,13 @@ void fill(at::Tensor& tensor, int words_each, at::CPUGeneratorImpl& generator, M
   generator.set_engine(engine);
 }
 
-// Whether a tensor can be filled here: PyTorch fills dense ones in the order of memory, too.
-bool is_dense(const at::Tensor& tensor) { return tensor.is_cpu() && tensor.is_non_overlapping_and_dense(); }
-
-bool bernoulli_here(at::Tensor& tensor, double p, at::CPUGeneratorImpl& generator) {
-  if (!(p >= 0 && p <= 1) || !is_dense(tensor)) return false;
-  auto below = static_cast<uint64_t>(std::ceil(std::ldexp(p, kBits)));
-  auto make = [below](const uint32_t* words, auto* out, int64_t count) { compare(words, out, count, below); };
+// Fills a tensor, if it is one that can be filled here; returns whether it was. PyTorch fills dense ones in the
+// order of memory, too.
+template <typename Make>
+bool fill_here(at::Tensor& tensor, int words_of_float, at::CPUGeneratorImpl& generator, Make make) {
+  if (!tensor.is_cpu() || !tensor.is_non_overlapping_and_dense()) return false;
   if (tensor.scalar_type() == at::kFloat) {
-    fill<float>(tensor, 2, generator, make);
+    fill<float>(tensor, words_of_float, generator, make);
   } else if (tensor.scalar_type() == at::kDouble) {
     fill<double>(tensor, 2, generator, make);
   } else {
@@ -124,17 +122,16 @@ bool bernoulli_here(at::Tensor& tensor, double p, at::CPUGeneratorImpl& generato
   return true;
 }
 
+bool bernoulli_here(at::Tensor& tensor, double p, at::CPUGeneratorImpl& generator) {
+  if (!(p >= 0 && p <= 1)) return false;
+  auto below = static_cast<uint64_t>(std::ceil(std::ldexp(p, kBits)));
+  auto make = [below](const uint32_t* words, auto* out, int64_t count) { compare(words, out, count, below); };
+  return fill_here(tensor, 2, generator, make);
+}
+
 bool uniform_here(at::Tensor& tensor, at::CPUGeneratorImpl& generator) {
-  if (!is_dense(tensor)) return false;
   auto make = [](const uint32_t* words, auto* out, int64_t count) { convert(words, out, count); };
-  if (tensor.scalar_type() == at::kFloat) {
-    fill<float>(tensor, 1, generator, make);
-  } else if (tensor.scalar_type() == at::kDouble) {
-    fill<double>(tensor, 2, generator, make);
-  } else {
-    return false;
-  }
-  return true;
+  return fill_here(tensor, 1, generator, make);
 }
 
 // PyTorch can be built with another generator: numbers and states are compared once.

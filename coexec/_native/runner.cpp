@@ -1,6 +1,7 @@
 #include "runner.h"
 
 #include "bypass.h"
+#include "dispatch_keys.h"
 #include "draws.h"
 #include "float_control.h"
 #include "kernel_threads.h"
@@ -23,14 +24,6 @@ namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
 namespace coexec {
-
-namespace {
-
-const c10::DispatchKeySet kAutograd = c10::autograd_dispatch_keyset;
-const c10::DispatchKeySet kAutogradAndViews =
-    c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
-
-}  // namespace
 
 ThreadState ThreadState::capture() {
   ThreadState state;

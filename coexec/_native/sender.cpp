@@ -2,6 +2,7 @@
 
 #include "ambient.h"
 #include "calls.h"
+#include "dispatch_keys.h"
 #include "queue.h"
 
 #include <ATen/Functions.h>
@@ -21,8 +22,8 @@ namespace coexec {
 namespace {
 
 const c10::DispatchKeySet kNotForCopies =
-    c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView) |
-    c10::DispatchKeySet(c10::DispatchKey::Python) | c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
+    kAutogradAndViews | c10::DispatchKeySet(c10::DispatchKey::Python) |
+    c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
 
 // Memory, by what first held it in this stretch of calls: a storage of the program, or a value.
 using Root = const void*;

@@ -1,5 +1,6 @@
 #include "shared_work.h"
 
+#include "dispatch_keys.h"
 #include "float_control.h"
 #include "waiting.h"
 
@@ -17,9 +18,6 @@ uint64_t ticket_of(uint32_t kernel, int parts) {
 }
 
 int next_of(uint64_t ticket) { return static_cast<uint16_t>(ticket); }
-
-const c10::DispatchKeySet kAutogradAndViews =
-    c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
 
 // Of a thread in which nothing has been set.
 const at::ThreadLocalState& blank_state() {

@@ -28,8 +28,7 @@ def native():
     return load()
 
 
-# A block's "library" is a Python function that runs a region of OpenMP
-# whose body is one, too.
+# A block's "library" is a Python function here, which runs a region of OpenMP's whose body is one, too.
 
 
 def train(enter, steps=8, inside=lambda: None):
@@ -83,9 +82,8 @@ def test_a_thread_that_waits_computes_a_part(native, in_each_block):
 
 
 def test_where_nobody_waits_one_thread_computes_all_parts_in_order(native, in_each_block, monkeypatch):
-    monkeypatch.setattr(
-        tape, "_chooses_start", lambda: False
-    )  # or the GraphRunner may start when Python waits
+    # The GraphRunner may start when Python waits, otherwise.
+    monkeypatch.setattr(tape, "_chooses_start", lambda: False)
     computed, over = [], threading.Event()
 
     def block():
@@ -262,14 +260,11 @@ def compiled_training(monkeypatch, tmp_path, parts, pause=0.0, **options):
 
 
 def text_of(packages, suffix):
-    files = [
-        archive.read(name)
-        for path in packages
-        for archive in [zipfile.ZipFile(path)]
-        for name in archive.namelist()
-        if name.endswith(suffix)
-    ]
-    return b"".join(files)
+    text = b""
+    for package in packages:
+        with zipfile.ZipFile(package) as files:
+            text += b"".join(files.read(name) for name in files.namelist() if name.endswith(suffix))
+    return text
 
 
 @pytest.mark.slow
@@ -285,9 +280,8 @@ def test_cut_kernels_compute_what_whole_ones_do_whoever_waits(monkeypatch, tmp_p
         assert name in code
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     for mine, right in zip(values, rights, strict=True):
-        torch.testing.assert_close(
-            mine, right, rtol=1e-2, atol=1e-3
-        )  # Adam divides by what is nearly nothing
+        # Adam divides by what is nearly nothing.
+        torch.testing.assert_close(mine, right, rtol=1e-2, atol=1e-3)
     assert torch.equal(losses, alone)
     assert all(map(torch.equal, values, own))
 
