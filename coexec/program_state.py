@@ -117,6 +117,7 @@ class ProgramState:
     _apart: int = 0
     _until_retry: int = 0
     _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
+    _holds_memory: bool = False  # that eager iterations have freed
     _merge_s: float = 0.0
     _dynamic_s: float = 0.0
 
@@ -165,6 +166,7 @@ class ProgramState:
         self.collected += 1
         if self.options.check:
             verify_trace(trace)
+        self._holds_memory = True
         before = self.graph
         began = time.perf_counter()
         merged = merge([*self.traces, trace])
@@ -213,6 +215,13 @@ class ProgramState:
         """Takes in a co-executed iteration that was committed."""
         self._remember(fell_back=False)
         self.strikes = 0
+        self._trim_memory()
+
+    def _trim_memory(self) -> None:
+        """Gives back what eager iterations have used, once others have shown what they need."""
+        if self._holds_memory and core is not None:
+            core.trim_memory()
+        self._holds_memory = False
 
     def _remember(self, *, fell_back: bool) -> None:
         window = WINDOW_ALONE if core is None else WINDOW
@@ -245,6 +254,7 @@ class ProgramState:
         """Takes in an iteration of the dynamic phase, and how long it took."""
         self.sent += sent
         self.waits += waits
+        self._trim_memory()
         self._ran_without_a_graph(seconds, eager=False)
 
     def ran_eagerly(self, seconds: float) -> None:

@@ -234,6 +234,11 @@ class _Session:
         """Ends the iteration; `error` is what leaves the block."""
         raise NotImplementedError
 
+    def _come_apart(self, *parts: str) -> None:
+        """Drops attributes that refer back: with them, the frame and its tensors would be left to the collector."""
+        for part in parts:
+            vars(self).pop(part, None)
+
     def _record_times(
         self, total: float, before: Sequence[float], after: Sequence[float], stall_s: float
     ) -> None:
@@ -272,8 +277,9 @@ class _TracingSession(_Session):
         self.state.running = False
         if error is not None:
             self.recorder.fail("CX0002", type(error).__name__)
-        trace = self.recorder.finish()
-        self.state.traced(trace, self.recorder.cause)
+        trace, why = self.recorder.finish(), self.recorder.cause
+        self._come_apart("recorder", "mode", "_watch")
+        self.state.traced(trace, why)
 
 
 class _EagerSession(_Session):
@@ -318,6 +324,8 @@ class _DynamicSession(_Session):
         seconds = time.perf_counter() - self._began
         self.state.ran_dynamically(sent, self.runner.waits, seconds)
         self._record_times(seconds, self._queue_times, self._queue.times(), self.runner.stall_s)
+        self.runner.come_apart()
+        self._come_apart("runner", "_watch")
 
 
 class _CoexecutionSession(_Session):
@@ -336,6 +344,7 @@ class _CoexecutionSession(_Session):
         self._frame = frame
         self._recorder: Recorder | None = None
         self._entered = False
+        self._phase: str | None = None
         self._pending: Pending | None = None
         self._cause: Cause | None = None
         self._asynchronous = not options.synchronous and options.mode == "coexec"
@@ -369,7 +378,7 @@ class _CoexecutionSession(_Session):
     @property
     def phase(self) -> str:  # type: ignore[override]  # it is known at the end
         """What the iteration has become."""
-        return "fallback" if self.runner.fell_back else Phase.COEXECUTION.value
+        return self._phase or ("fallback" if self.runner.fell_back else Phase.COEXECUTION.value)
 
     def _called(self, kind: Watched, name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Python is about to do something that no torch function shows."""
@@ -403,6 +412,13 @@ class _CoexecutionSession(_Session):
         return mode.run
 
     def end(self, error: BaseException | None) -> None:
+        try:
+            self._end(error)
+        finally:
+            if self._pending is None:
+                self._over()
+
+    def _end(self, error: BaseException | None) -> None:
         if self._entered:
             leave(self._recorder)
         self.runner.leave()
@@ -429,6 +445,12 @@ class _CoexecutionSession(_Session):
             self._finish()
         if late is not None:
             raise late
+
+    def _over(self) -> None:
+        """Nothing of the iteration is used any more."""
+        self._phase = self.phase
+        self.runner.come_apart()
+        self._come_apart("runner", "_watch", "_frame", "_recorder", "_pending")
 
     def _catch_up(self) -> BaseException | None:
         try:
@@ -464,9 +486,15 @@ class _CoexecutionSession(_Session):
         """Python leaves the block; whoever uses one of these tensors, or a result, first waits."""
         state = self.state
         self._ended()
-        self._pending = state.pending = Pending(self._graph_runner, self._finish)
+        self._pending = state.pending = Pending(self._graph_runner, self._finish_late)
         self._pending.guard([*bound, *self.runner.held()], self.runner.announce())
         self._seconds += time.perf_counter() - self._began
+
+    def _finish_late(self) -> bool:
+        try:
+            return self._finish()
+        finally:
+            self._over()
 
     def _finish(self) -> bool:
         """Waits for the GraphRunner, and gives Python the results; returns whether these are the graph's."""

@@ -34,6 +34,10 @@ at::Tensor rows_in_parts(int64_t rows, Function compute) {
   return all;
 }
 
+bool is_batched(const at::Tensor& input, const at::Tensor& weight) {
+  return input.dim() == weight.dim() && input.numel() > 0 && weight.numel() > 0;
+}
+
 void add_to(at::Tensor& sum, const at::Tensor& other) {
   if (other.defined()) sum.add_(other);
 }
@@ -42,7 +46,7 @@ void add_to(at::Tensor& sum, const at::Tensor& other) {
 
 bool Convolution::is_cut(const at::Tensor& input, const at::Tensor& weight) const {
   // A part of one example could be computed by another kernel, which gives other strides.
-  if (input.dim() != weight.dim() || input.size(0) < 2 * kParts || weight.numel() == 0) return false;
+  if (!is_batched(input, weight) || input.size(0) < 2 * kParts) return false;
   double work = 2.0 * static_cast<double>(weight.numel()) * static_cast<double>(input.size(0));
   for (int64_t d = 2; d < input.dim(); ++d) {
     int64_t reach = dilation[d - 2] * (weight.size(d) - 1);
@@ -50,6 +54,13 @@ bool Convolution::is_cut(const at::Tensor& input, const at::Tensor& weight) cons
     work *= static_cast<double>(steps);
   }
   return work >= kLeastWork;
+}
+
+bool Convolution::are_gradients_cut(
+    const at::Tensor& input, const at::Tensor& weight, std::array<bool, 3> mask) const {
+  // The two gradients are two kernels anyway, each of which takes long to begin.
+  if (mask[0] && mask[1]) return is_batched(input, weight);
+  return is_cut(input, weight);
 }
 
 at::Tensor Convolution::forward(

@@ -19,6 +19,9 @@ struct Convolution {
   // Whether it takes long enough to be computed in parts.
   bool is_cut(const at::Tensor& input, const at::Tensor& weight) const;
 
+  // The same of those gradients that the mask asks for.
+  bool are_gradients_cut(const at::Tensor& input, const at::Tensor& weight, std::array<bool, 3> mask) const;
+
   at::Tensor in_parts(
       const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
 

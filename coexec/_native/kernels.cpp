@@ -157,7 +157,8 @@ COEXEC_FOR_BLOCKS AOTITorchError coexec_cpu_convolution_backward(
   Convolution convolution = coexec::make_convolution(
       stride, stride_n, padding, padding_n, dilation, dilation_n, transposed, output_padding, output_padding_n, groups);
   const at::Tensor &g = tensor_of(grad), &x = tensor_of(input), &w = tensor_of(weight);
-  if (!convolution.is_cut(x, w)) {
+  std::array<bool, 3> asked{mask[0] != 0, mask[1] != 0, mask[2] != 0};
+  if (!convolution.are_gradients_cut(x, w, asked)) {
     return aoti_torch_cpu_convolution_backward(
         grad, input, weight, bias_sizes, bias_sizes_n, stride, stride_n, padding, padding_n, dilation, dilation_n,
         transposed, output_padding, output_padding_n, groups, mask, mask_n, grad_input, grad_weight, grad_bias);
@@ -166,7 +167,7 @@ COEXEC_FOR_BLOCKS AOTITorchError coexec_cpu_convolution_backward(
     at::OptionalIntArrayRef sizes;
     if (bias_sizes) sizes = at::IntArrayRef(*bias_sizes, static_cast<size_t>(bias_sizes_n));
     auto [of_input, of_weight, of_bias] =
-        convolution.gradients_in_parts(g, x, w, sizes, {mask[0] != 0, mask[1] != 0, mask[2] != 0});
+        convolution.gradients_in_parts(g, x, w, sizes, asked);
     if (grad_input) *grad_input = new_tensor_handle(std::move(of_input));  // null where nobody uses it
     if (grad_weight) *grad_weight = new_tensor_handle(std::move(of_weight));
     if (grad_bias) *grad_bias = new_tensor_handle(std::move(of_bias));

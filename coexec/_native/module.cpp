@@ -2,6 +2,7 @@
 #include "bypass.h"
 #include "draws.h"
 #include "entry.h"
+#include "kept_memory.h"
 #include "kernel_threads.h"
 #include "kernels.h"
 #include "library.h"
@@ -134,6 +135,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("value", [](Runner& r, int64_t reg) { return torch::jit::toPyObject(r.value(reg)); });
   m.def("release_kernel_threads", &coexec::release_kernel_threads);
   coexec::bind_bypass(m);
+  coexec::bind_kept_memory(m);
   coexec::bind_kernels(m);
   coexec::bind_library(m);
   coexec::bind_location(m);

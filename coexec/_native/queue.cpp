@@ -2,6 +2,7 @@
 
 #include "bypass.h"
 #include "calls.h"
+#include "kept_memory.h"
 #include "waiting.h"
 
 #include <ATen/Parallel.h>
@@ -60,6 +61,7 @@ Queue::~Queue() {
 }
 
 void Queue::begin(bool start) {
+  begin_keeping();
   std::lock_guard<std::mutex> lock(mutex_);
   started_ = start;
 }
@@ -120,6 +122,11 @@ int64_t Queue::drain() {
 void Queue::loop() {
   at::init_num_threads();
   let_pass();
+  KeepsMemory keeps;
+  auto idle = [] {
+    release_kernel_threads();
+    give_memory_back();
+  };
   while (!stop_) {
     auto began = Clock::now();
     while (sent_.load(std::memory_order_acquire) == ran_.load(std::memory_order_relaxed) && !stop_ &&
@@ -129,7 +136,7 @@ void Queue::loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     if (items_.empty() || !started_) {
       sleeping_ = true;
-      wait_idly(to_queue_, lock, [this] { return stop_ || (!items_.empty() && started_); });
+      wait_idly(to_queue_, lock, [this] { return stop_ || (!items_.empty() && started_); }, idle);
       sleeping_ = false;
     }
     if (stop_) return;

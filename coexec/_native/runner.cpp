@@ -4,6 +4,7 @@
 #include "dispatch_keys.h"
 #include "draws.h"
 #include "float_control.h"
+#include "kept_memory.h"
 #include "kernel_threads.h"
 #include "waiting.h"
 
@@ -78,10 +79,12 @@ void Worker::forget(Runner& runner) {
 void Worker::loop() {
   at::init_num_threads();
   let_pass();
+  KeepsMemory keeps;
   std::optional<PassiveWorkers> passive;
   auto idle = [&] {
     passive.reset();
     release_kernel_threads();
+    give_memory_back();
   };
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
@@ -323,6 +326,7 @@ bool Runner::leaves_processors() const { return program_->threads > 0; }
 void Runner::run() {
   current() = this;
   thread_state_.apply();
+  begin_keeping();
   if (leaves_processors()) limit_kernel_threads(program_->threads);
   auto t = Clock::now();
   double stalled = stall_s_;

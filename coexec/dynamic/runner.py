@@ -130,6 +130,10 @@ class DynamicRunner(OwnMode, TorchFunctionMode):
         enter(self._guard)
         self._guarded = True
 
+    def come_apart(self) -> None:
+        """Drops what refers back to this runner, when it is not used any more."""
+        del self._guard
+
     def synchronize(self) -> None:
         """Waits until the queue is empty; every placeholder is the real tensor when this returns.
 

@@ -219,6 +219,11 @@ class PythonRunner(EnteredNatively):
         leave(self._guard)
         leave(self)
 
+    def come_apart(self) -> None:
+        """Drops what refers back to this runner, when it is not used any more."""
+        for part in ("_guard", "_on_mismatch", "_outermost", "_eager"):
+            vars(self).pop(part, None)
+
     def forget(self) -> None:
         """Drops everything that the iteration holds."""
         self._let_go()
@@ -622,7 +627,7 @@ class PythonRunner(EnteredNatively):
                     raise
                 raise Mismatch("CX0005", str(e)) from e
         publish(self._outcome or self._find_results(announced=False), self.graph_runner)
-        self._outcome = self._put_back = None  # runners are left to the garbage collector
+        self._outcome = self._put_back = None
         if interrupt is not None:
             raise interrupt
 

@@ -131,3 +131,54 @@ def test_no_result_waits_for_the_garbage_collector(synchronous, every):
         gc.enable()
 
     assert len(alive) <= 3  # the weight, its gradient, and what the last iteration may still hold
+
+
+def garbage_of(step):
+    """What of one step only the garbage collector can free."""
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [type(o) for o in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", ["traced", "on the graph", "asynchronous", "falls back", "raises", "dynamic"])
+def test_nothing_of_an_iteration_is_left_to_the_garbage_collector(way, request):
+    if way == "dynamic":
+        request.getfixturevalue("dynamic")
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    leaves = False
+
+    def step():
+        x = torch.randn(3, 4)
+        with contextlib.suppress(ValueError), coexec.GradientTape(synchronous=way != "asynchronous"):
+            loss = model(x).pow(2).mean()
+            if leaves and way == "falls back":
+                loss = loss.sin()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if leaves and way == "raises":
+                raise ValueError
+        return loss.item()
+
+    if way != "traced":
+        for _ in range(8):
+            step()
+    leaves = True
+    garbage = garbage_of(step)
+
+    steps = coexec.explain().programs[-1].steps
+    if way in ("on the graph", "asynchronous", "dynamic"):
+        assert garbage == []
+        assert steps["dynamic" if way == "dynamic" else "co-execution"]
+    else:  # a new trace leaves some of what merged it
+        assert not [kind for kind in garbage if kind is types.FrameType or issubclass(kind, torch.Tensor)]
+        assert steps["tracing" if way == "traced" else "fallback"]
