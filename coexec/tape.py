@@ -235,7 +235,7 @@ class _Session:
         raise NotImplementedError
 
     def _come_apart(self, *parts: str) -> None:
-        """Drops attributes that refer back: with them, the frame and its tensors would be left to the collector."""
+        """Drops attributes that refer back: with these, frames and tensors would be left to the collector."""
         for part in parts:
             vars(self).pop(part, None)
 

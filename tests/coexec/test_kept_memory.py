@@ -83,7 +83,11 @@ def test_only_threads_that_ask_for_it_keep_memory():
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 20), st.sampled_from([64, 1000, 4096, 50_000])), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 20), st.sampled_from([64, 1000, 4096, 50_000])), max_size=60
+    )
+)
 def test_what_is_used_and_kept_is_hardly_more_than_was_used_at_once(changes):
     core.give_memory_back()
     for _ in range(2 * PEAK_COUNTS):
