@@ -33,7 +33,7 @@ from coexec.runners.native import NativeRunner
 from coexec.runners.pending import Pending
 from coexec.runners.skeleton import Skeleton, make_skeleton
 from coexec.tracegraph.graph import TraceGraph
-from coexec.tracegraph.live import live
+from coexec.tracegraph.live import Way, live
 from coexec.tracegraph.merge import merge
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.symbolic import SharedShadow
@@ -58,6 +58,8 @@ PATIENCE = 5
 FIRST_RETRY, LAST_RETRY = 20, 1280
 #: Seconds of the dynamic phase for each second that the latest merge took, before one is traced again.
 RETRY_COST = 50
+#: Co-executed iterations after which compiled graphs have their ways only, and how many these may be.
+NARROW_AFTER, MAX_WAYS = 40, 8
 #: Lost captures before the dynamic phase.
 MAX_LOST = 3
 
@@ -87,6 +89,7 @@ class ProgramState:
     updates: Updates = field(default_factory=Updates)
     pace: Pace = field(default_factory=Pace)  # call by call, or eagerly
     start: Pace = field(default_factory=Pace)  # of the GraphRunner: at once, or when Python waits
+    narrows: bool = False  # whether the next iteration may have a smaller graph
     crowded: bool = False  # whether the graph's kernels leave no processor to Python
     traces: list[Trace] = field(default_factory=list)
     graph: TraceGraph | None = None
@@ -117,6 +120,11 @@ class ProgramState:
     _apart: int = 0
     _until_retry: int = 0
     _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
+    _ways: Counter[Way] = field(
+        default_factory=Counter
+    )  # of co-executed iterations since the graph is this one
+    _narrowed: bool = False  # whether the skeleton has only these
+    _returns: bool = False  # whether an iteration has then taken another one
     _holds_memory: bool = False  # that eager iterations have freed
     _merge_s: float = 0.0
     _dynamic_s: float = 0.0
@@ -175,7 +183,7 @@ class ProgramState:
             verify_graph(merged)
         covered = merged.general or (before is not None and _shape(before) == _shape(merged))
         self.traces.append(trace)
-        self.graph = merged
+        self._take_graph(merged)
         apart = len(self.updates.apart)
         anew = (
             apart != self._apart
@@ -189,6 +197,11 @@ class ProgramState:
         elif self.phase is Phase.DYNAMIC or self.uncovered >= PATIENCE:
             self._go_dynamic(cause("CX0116", f"{self.uncovered} in a row that were new", self.key))
 
+    def _take_graph(self, graph: TraceGraph | None) -> None:
+        self.graph = graph
+        self._ways.clear()
+        self.narrows = self._narrowed = False
+
     def fell_back(self, why: Cause, trace: Trace | None, why_untraceable: Cause | None) -> None:
         """Takes in a co-executed iteration that became an eager one."""
         self.note(why)
@@ -196,9 +209,11 @@ class ProgramState:
         if trace is not None:
             self._move_to(Phase.TRACING)
             self.uncovered = 0
-            before = self.graph
+            before, narrowed = self.graph, self._narrowed and not self.compiling
+            self._returns = self._returns or narrowed
             self.traced(trace, None)
-            if before is not None and self.graph is not None and _only_learned_ways(before, self.graph):
+            learned = before is not None and self.graph is not None and _only_learned_ways(before, self.graph)
+            if learned or narrowed:
                 self.recent[-1] = False
         else:
             self._untraceable(why_untraceable)
@@ -211,11 +226,36 @@ class ProgramState:
         elif self.phase is Phase.TRACING:
             self._enter_coexecution()
 
-    def coexecuted(self) -> None:
-        """Takes in a co-executed iteration that was committed."""
+    @property
+    def looks_for_ways(self) -> bool:
+        """Whether the ways of iterations matter: forks are where compiled blocks end."""
+        compiles = core is not None and self.options.executor == "inductor" and not self._returns
+        return compiles and len(self._ways) <= MAX_WAYS and self._ways.total() < NARROW_AFTER
+
+    def coexecuted(self, way: Way | None) -> None:
+        """Takes in a co-executed iteration that was committed, and how it went if that matters."""
         self._remember(fell_back=False)
         self.strikes = 0
         self._trim_memory()
+        if way is not None:
+            self._ways[way] += 1
+            self.narrows = self._ways.total() == NARROW_AFTER and len(self._ways) <= MAX_WAYS
+
+    def narrow(self) -> None:
+        """If it is time, leaves out what no iteration has done for long, until one does it after all."""
+        if not self.narrows or self.compiling or self.phase is not Phase.COEXECUTION:
+            return
+        assert self.graph is not None
+        self.narrows = False
+        graph = live(self.graph, self._ways)
+        self._narrowed = graph != live(self.graph)
+        if not self._narrowed:
+            return
+        log.info("%s: iteration %d: from here on only the latest ways", self.key, self.iteration)
+        if self.options.background:
+            self._compilation = compile_in_background(graph)
+        if self._compilation is None:
+            self._enter_coexecution()
 
     def _trim_memory(self) -> None:
         """Gives back what eager iterations have used, once others have shown what they need."""
@@ -240,7 +280,8 @@ class ProgramState:
         why = cause("CX0004", "a tensor that every trace used no longer exists", self.key)
         self.note(why)
         self._move_to(Phase.TRACING)
-        self.traces, self.graph, self.skeleton = [], None, None
+        self.traces, self.skeleton = [], None
+        self._take_graph(None)
         self.lost += 1
         if self.lost > MAX_LOST:
             self._go_dynamic(why)
@@ -300,7 +341,8 @@ class ProgramState:
         if core is not None:
             self._retry_after = LAST_RETRY
             self._go_dynamic(why)
-            self.traces, self.graph = [], None
+            self.traces = []
+            self._take_graph(None)
             return
         log.warning("coexec leaves %s to eager execution: %s. %s", self.key, why, why.reason.hint)
         self.eager_cause = why
@@ -325,7 +367,7 @@ class ProgramState:
     def _enter_coexecution(self) -> None:
         assert self.graph is not None
         began = time.perf_counter()
-        graph = live(self.graph)
+        graph = live(self.graph, self._ways if self._narrowed else None)
         try:
             program, why_aten = self._make_program(graph)
         except SharedShadow:

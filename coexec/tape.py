@@ -183,6 +183,7 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
         return _DynamicSession(state, options)
     if state.phase is Phase.COEXECUTION:
         state.take_compiled()
+        state.narrow()
         captured = state.captured_tensors()
         if captured is not None:
             return _CoexecutionSession(state, frame, captured, options, before)
@@ -200,6 +201,7 @@ def _may_run_ahead(state: ProgramState, options: Options) -> bool:
         and pending.thread == threading.get_ident()
         and state.phase is Phase.COEXECUTION
         and not state.compiling
+        and not state.narrows
         and not options.synchronous
         and options.mode == "coexec"
         and active_profile() is None
@@ -502,6 +504,7 @@ class _CoexecutionSession(_Session):
         if self._pending is not None:
             state.pending = None
             self._began = time.perf_counter()
+        way = self.runner.way() if state.looks_for_ways else None
         try:
             self.runner.complete()
         except Mismatch as mismatch:
@@ -523,7 +526,7 @@ class _CoexecutionSession(_Session):
         if self._may_choose and state.start.took(self._seconds, other=self._starts_late):
             log.info("%s: iteration %d: the GraphRunner starts when Python waits", state.key, state.iteration)
         self._record_times(self._seconds, self._graph_times, self._graph_runner.times(), self.runner.stall_s)
-        state.coexecuted()
+        state.coexecuted(way)
         return True
 
     def _ended(self) -> None:

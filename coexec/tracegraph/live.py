@@ -3,33 +3,63 @@
 The first iteration of a program often makes state that later ones only use: an optimizer's moments,
 for instance. The nodes that made what has become a captured tensor cannot be taken again for that
 tensor, so the symbolic graph leaves them out; a program that does take them falls back and is traced.
+
+The same can be done with what no iteration has done for long. A fork ends a compiled block, so what a program
+only did at its beginning would part its blocks for ever.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import networkx as nx
 
-from coexec.tracegraph.graph import END, START, Alternative, Fed, TraceGraph
+from coexec.tracegraph.graph import END, START, Alternative, Fed, Node, TraceGraph
 from coexec.tracegraph.trace import Computed, Produced
 
 
-def live(graph: TraceGraph) -> TraceGraph:
-    """The graph without nodes that made captured tensors; the graph itself if nothing would be left."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an iteration went through the graph.
+
+    Attributes:
+        path: its nodes in order, without `START` and `END`.
+        bound: which events made the arguments of nodes with several alternatives; None stands for an argument
+            that no event made.
+    """
+
+    path: tuple[int, ...]
+    bound: tuple[tuple[int, tuple[Produced | None, ...]], ...]
+
+
+def live(graph: TraceGraph, ways: Collection[Way] | None = None) -> TraceGraph:
+    """The graph without nodes that made captured tensors; the graph itself if nothing would be left.
+
+    If `ways` are given, only what these have in the graph remains.
+    """
     captured = set(graph.captured)
     retired = {n.id for n in graph.nodes if any(o.kept and o.uid in captured for o in n.outputs)}
-    if not retired:
+    if not retired and ways is None:
         return graph
+    taken = {(s, t) for s, targets in graph.edges.items() for t in targets}
+    bound: set[tuple[int, tuple[Produced | None, ...]]] | None = None
+    if ways is not None:
+        taken &= {edge for way in ways for edge in pairwise((START, *way.path, END))}
+        bound = {b for way in ways for b in way.bound}
     alive = {n.id for n in graph.nodes} - retired
     while True:
-        edges = nx.DiGraph(
-            (s, t) for s, targets in graph.edges.items() for t in targets if {s, t} <= alive | {START, END}
-        )
+        edges = nx.DiGraph(edge for edge in taken if set(edge) <= alive | {START, END})
         edges.add_nodes_from((START, END))
         reachable = nx.descendants(edges, START) & nx.ancestors(edges, END)
         alternatives = {
-            i: tuple(a for a in graph.nodes[i].alternatives if _possible(a, reachable)) for i in reachable
+            i: tuple(
+                a
+                for a in graph.nodes[i].alternatives
+                if _possible(a, reachable) and _is_taken(graph.nodes[i], a, bound)
+            )
+            for i in reachable
         }
         remaining = {i for i in reachable if alternatives[i]}
         if remaining == alive:
@@ -42,7 +72,7 @@ def live(graph: TraceGraph) -> TraceGraph:
         for n in graph.nodes
     )
     kept_edges = {
-        s: tuple(t for t in targets if t in alive or t == END)
+        s: tuple(t for t in targets if (t in alive or t == END) and (s, t) in taken)
         for s, targets in graph.edges.items()
         if s in alive or s == START
     }
@@ -54,3 +84,12 @@ def _possible(alternative: Alternative, alive: set[int]) -> bool:
     nodes |= {b.node for b in alternative.bindings if isinstance(b, Fed)}
     nodes |= {s.event for s in alternative.sources if isinstance(s, (Computed, Produced))}
     return nodes <= alive and (alternative.path is None or set(alternative.path) <= alive)
+
+
+def _is_taken(
+    node: Node, alternative: Alternative, bound: Collection[tuple[int, tuple[Produced | None, ...]]] | None
+) -> bool:
+    if bound is None or len(node.alternatives) == 1:
+        return True
+    made = tuple(b if isinstance(b, Produced) else None for b in alternative.bindings)
+    return (node.id, made) in bound
