@@ -37,8 +37,10 @@ class Way:
 def live(graph: TraceGraph, ways: Collection[Way] | None = None) -> TraceGraph:
     """The graph without nodes that made captured tensors; the graph itself if nothing would be left.
 
-    If `ways` are given, only what these have in the graph remains.
+    If `ways` through that graph are given, only what these have remains of it.
     """
+    if ways is not None:
+        graph = live(graph)
     captured = set(graph.captured)
     retired = {n.id for n in graph.nodes if any(o.kept and o.uid in captured for o in n.outputs)}
     if not retired and ways is None:

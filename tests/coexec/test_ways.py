@@ -51,6 +51,21 @@ def run(is_other, steps=STEPS, **options):
     return report
 
 
+def run_closely(make, is_other, **options):
+    """As `run`, for what rounds otherwise than eager."""
+    seen = []
+    for tape in (eager_tape, partial(coexec.GradientTape, executor="inductor", **options)):
+        torch.manual_seed(0)
+        state = make()
+        for k in range(STEPS):
+            loss = program(is_other)(state, k, tape)
+        seen.append([loss, *(p.detach() for p in state.model.parameters())])
+    for mine, eagers in zip(*seen, strict=True):
+        torch.testing.assert_close(mine, eagers)
+    [report] = coexec.explain().programs
+    return report
+
+
 def blocks(report):
     return len(report.blocks)
 
@@ -70,17 +85,8 @@ def test_an_iteration_that_runs_ahead_waits_for_the_smaller_graph(monkeypatch):
     monkeypatch.undo()  # stand-ins for compiled blocks need Python, which may be waiting for them
     monkeypatch.setattr(program_state, "NARROW_AFTER", AFTER)
     monkeypatch.setattr(coexec.options, "background", False)
-    seen = []
-    for tape in (eager_tape, partial(coexec.GradientTape, executor="inductor", synchronous=False)):
-        torch.manual_seed(0)
-        state = linear()
-        for k in range(STEPS):
-            loss = program(lambda k: k in (0, 2))(state, k, tape)
-        seen.append([loss, *(p.detach() for p in state.model.parameters())])
+    report = run_closely(linear, lambda k: k in (0, 2), synchronous=False)
 
-    for mine, eagers in zip(*seen, strict=True):
-        torch.testing.assert_close(mine, eagers)
-    [report] = coexec.explain().programs
     assert coexecuted(report, at_least=STEPS // 2)
     assert blocks(report) == 2  # the iteration, and its commit
 
@@ -107,6 +113,21 @@ def test_programs_with_many_ways_are_left_as_they_are(monkeypatch):
     late = run(lambda k: k in (0, 2) or k % 3 == 0)
 
     assert blocks(late) == blocks(early)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.SGD])
+@pytest.mark.parametrize("others", [(), (0, 2)], ids=["one way", "two ways"])
+def test_state_that_the_first_step_makes_stays_left_out(kind, others):
+    def make():
+        state = linear()
+        state.optimizer = kind(state.model.parameters(), lr=0.01)
+        return state
+
+    report = run_closely(make, lambda k: k in others)
+
+    assert coexecuted(report)
+    assert {block.executor for block in report.blocks} == {"inductor"}
+    assert blocks(report) == 2  # the iteration, and its commit
 
 
 def test_graphs_that_no_compiler_takes_keep_all_ways():
