@@ -120,9 +120,7 @@ class ProgramState:
     _apart: int = 0
     _until_retry: int = 0
     _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
-    _ways: Counter[Way] = field(
-        default_factory=Counter
-    )  # of co-executed iterations since the graph is this one
+    _ways: Counter[Way] = field(default_factory=Counter)  # of iterations since the graph is this one
     _narrowed: bool = False  # whether the skeleton has only these
     _returns: bool = False  # whether an iteration has then taken another one
     _holds_memory: bool = False  # that eager iterations have freed
