@@ -122,7 +122,8 @@ class ProgramState:
     _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
     _ways: Counter[Way] = field(default_factory=Counter)  # of iterations since the graph is this one
     _narrowed: bool = False  # whether the skeleton has only these
-    _returns: bool = False  # whether an iteration has then taken another one
+    _returns: bool = False  # whether an iteration has then taken another one, or nothing is gained by it
+    _compiles: bool = False  # whether a compiler has taken the graph
     _holds_memory: bool = False  # that eager iterations have freed
     _merge_s: float = 0.0
     _dynamic_s: float = 0.0
@@ -374,7 +375,11 @@ class ProgramState:
         if self.options.check:
             verify_program(graph, program)
         if why_aten is not None:
+            if self._narrowed and self._compiles:
+                self._narrowed, self._returns = False, True  # what there is serves better
+                return
             self.note(cause("CX0201", why_aten, self.key))
+        self._compiles = why_aten is None
         self.skeleton = make_skeleton(graph, program)
         self.crowded = (program.threads or torch.get_num_threads()) >= processors()
         self._captured = self.identities.references(graph.captured)

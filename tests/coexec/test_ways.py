@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -91,6 +92,35 @@ def test_an_iteration_that_runs_ahead_waits_for_the_smaller_graph(monkeypatch):
     assert blocks(report) == 2  # the iteration, and its commit
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_blocks_remain_as_they_are_until_those_of_the_smaller_graph_are_compiled(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setattr(program_state, "NARROW_AFTER", AFTER)
+    monkeypatch.setattr(coexec.options, "background", True)
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    stable = {"lr": 0.01, "momentum": 0.0}  # for as many steps as a compilation takes
+    state, steps, seen = linear(**stable), 0, []
+    deadline = time.monotonic() + 240
+    while (seen or [None])[-1] != ("inductor", 2) and time.monotonic() < deadline:
+        program(lambda k: k in (0, 2))(state, steps, partial(coexec.GradientTape, executor="inductor"))
+        steps += 1
+        [report] = coexec.explain().programs
+        if report.blocks and (now := (report.blocks[0].executor, blocks(report))) not in seen:
+            seen.append(now)
+    torch.manual_seed(0)
+    eager = linear(**stable)
+    for k in range(steps):
+        program(lambda k: k in (0, 2))(eager, k, eager_tape)
+
+    assert [executor for executor, _ in seen] == ["aten", "inductor", "inductor"]
+    assert seen[1][1] > seen[2][1] == 2
+    assert report.fallbacks <= 1
+    for mine, eagers in zip(state.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, eagers)
+
+
 def test_ways_that_are_taken_now_and_then_remain():
     early = run(lambda k: k % 5 == 1, steps=AFTER)
     late = run(lambda k: k % 5 == 1)
@@ -128,6 +158,24 @@ def test_state_that_the_first_step_makes_stays_left_out(kind, others):
     assert coexecuted(report)
     assert {block.executor for block in report.blocks} == {"inductor"}
     assert blocks(report) == 2  # the iteration, and its commit
+
+
+def test_a_smaller_graph_that_cannot_be_compiled_does_not_take_the_place_of_one_that_can(monkeypatch):
+    make_program, made = program_state.make_program, []
+
+    def without_compiler_for_one_way(graph, executor):
+        has_forks = any(len(targets) > 1 for targets in graph.edges.values())
+        made.append(has_forks)
+        return make_program(graph, executor if has_forks else "aten")[
+            0
+        ], None if has_forks else "of this test"
+
+    monkeypatch.setattr(program_state, "make_program", without_compiler_for_one_way)
+    report = run(lambda k: k in (0, 2))
+
+    assert not made[-1]
+    assert {block.executor for block in report.blocks} == {"inductor"}
+    assert blocks(report) == blocks(run(lambda k: k in (0, 2), steps=AFTER))
 
 
 def test_graphs_that_no_compiler_takes_keep_all_ways():
