@@ -246,14 +246,13 @@ class ProgramState:
             return
         assert self.graph is not None
         self.narrows = False
-        graph = live(self.graph, self._ways)
-        self._narrowed = graph != live(self.graph)
+        whole = live(self.graph)
+        graph = live(whole, self._ways)
+        self._narrowed = graph != whole
         if not self._narrowed:
             return
         log.info("%s: iteration %d: from here on only the latest ways", self.key, self.iteration)
-        if self.options.background:
-            self._compilation = compile_in_background(graph)
-        if self._compilation is None:
+        if not self._starts_compiling(graph):
             self._enter_coexecution()
 
     def _trim_memory(self) -> None:
@@ -390,15 +389,20 @@ class ProgramState:
 
     def _make_program(self, graph: TraceGraph) -> tuple[Program, str | None]:
         """The program of a graph; for the time being `aten`'s, if blocks are compiled in the background."""
-        executor = self.options.executor
+        if self._starts_compiling(graph):
+            return make_program(graph, "aten")[0], None
+        return make_program(graph, self.options.executor)
+
+    def _starts_compiling(self, graph: TraceGraph) -> bool:
+        """Has another process compile the blocks of a graph, if there are any to be compiled there."""
         self.stop_compiling()
-        if executor != "inductor" or not self.options.background or core is None:
-            return make_program(graph, executor)
+        if self.options.executor != "inductor" or not self.options.background or core is None:
+            return False
         self._compilation = compile_in_background(graph)
         if self._compilation is None:
-            return make_program(graph, executor)
+            return False
         log.info("%s: %d blocks are being compiled", self.key, self._compilation.blocks)
-        return make_program(graph, "aten")[0], None
+        return True
 
     @property
     def compiling(self) -> int:

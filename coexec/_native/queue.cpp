@@ -123,10 +123,6 @@ void Queue::loop() {
   at::init_num_threads();
   let_pass();
   KeepsMemory keeps;
-  auto idle = [] {
-    release_kernel_threads();
-    give_memory_back();
-  };
   while (!stop_) {
     auto began = Clock::now();
     while (sent_.load(std::memory_order_acquire) == ran_.load(std::memory_order_relaxed) && !stop_ &&
@@ -136,7 +132,7 @@ void Queue::loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     if (items_.empty() || !started_) {
       sleeping_ = true;
-      wait_idly(to_queue_, lock, [this] { return stop_ || (!items_.empty() && started_); }, idle);
+      wait_idly(to_queue_, lock, [this] { return stop_ || (!items_.empty() && started_); });
       sleeping_ = false;
     }
     if (stop_) return;

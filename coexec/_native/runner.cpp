@@ -83,8 +83,7 @@ void Worker::loop() {
   std::optional<PassiveWorkers> passive;
   auto idle = [&] {
     passive.reset();
-    release_kernel_threads();
-    give_memory_back();
+    leave_to_others();
   };
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {

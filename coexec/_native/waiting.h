@@ -1,6 +1,7 @@
 // How the threads of the runners wait for each other.
 #pragma once
 
+#include "kept_memory.h"
 #include "kernel_threads.h"
 
 #include <pybind11/pybind11.h>
@@ -41,11 +42,17 @@ inline double seconds_since(std::chrono::steady_clock::time_point t) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count();
 }
 
-// A runner's thread waits for work; after a while without any, it leaves the processors to others: `idle` is called.
+// A runner's thread without work leaves processors and memory to others.
+inline void leave_to_others() {
+  release_kernel_threads();
+  give_memory_back();
+}
+
+// A runner's thread waits for work; after a while without any, `idle` is called.
 template <typename Condition, typename Idle = void (*)()>
 void wait_idly(
     std::condition_variable& changed, std::unique_lock<std::mutex>& lock, Condition condition,
-    Idle idle = release_kernel_threads) {
+    Idle idle = leave_to_others) {
   if (changed.wait_for(lock, std::chrono::milliseconds(50), condition)) return;
   lock.unlock();
   idle();

@@ -44,7 +44,7 @@ from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.exposed import expose
 from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding, is_shaped_by_data
-from coexec.tracegraph.live import Way
+from coexec.tracegraph.live import Way, bound_of
 from coexec.tracegraph.numbers import TRANSFORMS, agree, fit, same_number
 from coexec.tracegraph.program import NodePlan
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
@@ -610,9 +610,8 @@ class PythonRunner(EnteredNatively):
         bound = []
         for record in self.iteration.records:
             if isinstance(record, EventRecord) and len(record.node.alternatives) > 1:
-                tokens = record.tokens[: len(record.node.alternatives[0].bindings)]
-                made = tuple([t if isinstance(t, Produced) else None for t in tokens])
-                bound.append((record.node.id, made))
+                arguments = len(record.node.alternatives[0].bindings)
+                bound.append(bound_of(record.node, record.tokens[:arguments]))
         return Way(tuple(self.iteration.path), tuple(bound))
 
     def complete(self) -> None:

@@ -10,7 +10,7 @@ only did at its beginning would part its blocks for ever.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,6 +19,9 @@ import networkx as nx
 from coexec.tracegraph.graph import END, START, Alternative, Fed, Node, TraceGraph
 from coexec.tracegraph.trace import Computed, Produced
 
+#: A node, and which events made its arguments; None stands for an argument that no event made.
+Bound = tuple[int, tuple[Produced | None, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -26,12 +29,16 @@ class Way:
 
     Attributes:
         path: its nodes in order, without `START` and `END`.
-        bound: which events made the arguments of nodes with several alternatives; None stands for an argument
-            that no event made.
+        bound: of nodes with several alternatives, which events made their arguments.
     """
 
     path: tuple[int, ...]
-    bound: tuple[tuple[int, tuple[Produced | None, ...]], ...]
+    bound: tuple[Bound, ...]
+
+
+def bound_of(node: Node, arguments: Iterable[object]) -> Bound:
+    """Which events made arguments of a node: bindings of an alternative, or what an iteration has."""
+    return node.id, tuple([a if isinstance(a, Produced) else None for a in arguments])
 
 
 def live(graph: TraceGraph, ways: Collection[Way] | None = None) -> TraceGraph:
@@ -46,7 +53,7 @@ def live(graph: TraceGraph, ways: Collection[Way] | None = None) -> TraceGraph:
     if not retired and ways is None:
         return graph
     taken = {(s, t) for s, targets in graph.edges.items() for t in targets}
-    bound: set[tuple[int, tuple[Produced | None, ...]]] | None = None
+    bound: set[Bound] | None = None
     if ways is not None:
         taken &= {edge for way in ways for edge in pairwise((START, *way.path, END))}
         bound = {b for way in ways for b in way.bound}
@@ -88,10 +95,5 @@ def _possible(alternative: Alternative, alive: set[int]) -> bool:
     return nodes <= alive and (alternative.path is None or set(alternative.path) <= alive)
 
 
-def _is_taken(
-    node: Node, alternative: Alternative, bound: Collection[tuple[int, tuple[Produced | None, ...]]] | None
-) -> bool:
-    if bound is None or len(node.alternatives) == 1:
-        return True
-    made = tuple(b if isinstance(b, Produced) else None for b in alternative.bindings)
-    return (node.id, made) in bound
+def _is_taken(node: Node, alternative: Alternative, bound: Collection[Bound] | None) -> bool:
+    return bound is None or len(node.alternatives) == 1 or bound_of(node, alternative.bindings) in bound
