@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from coexec.errors import OptionError
 from coexec.explain import ProgramReport, explain
 from coexec.tracegraph.graph import END, START, TraceGraph
 from coexec.tracegraph.trace import Kind
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 #: Events that a box names before it only counts them.
 _NAMED = 4
@@ -40,6 +42,7 @@ def draw(program: ProgramReport | str, path: str | os.PathLike[str]) -> str:
     graph = _report(program).graph
     if graph is None:
         raise OptionError("the program has no TraceGraph: no iteration of it has been traced")
+    import networkx as nx  # not above: see `tracegraph.order`
     from matplotlib.figure import Figure
 
     boxes, edges = _chains(graph)
@@ -93,6 +96,8 @@ def _report(program: ProgramReport | str) -> ProgramReport:
 
 def _chains(graph: TraceGraph) -> tuple[dict[int, list[int]], nx.DiGraph]:
     """Linear chains by their first node, and the edges between them."""
+    import networkx as nx
+
     edges = nx.DiGraph((s, t) for s, targets in graph.edges.items() for t in targets)
     boxes: dict[int, list[int]] = {}
     head: dict[int, int] = {}

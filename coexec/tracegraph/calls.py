@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """The metadata of a real tensor (call it where torch functions are not intercepted)."""
-    return TensorMeta(
+    return _meta(
         tuple(tensor.shape),
         tensor.stride(),
         int(tensor.storage_offset()),
@@ -242,6 +243,10 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
         tensor.requires_grad,
         _is_leaf(tensor),
     )
+
+
+#: Traces hold thousands of metadata, few of them different.
+_meta = lru_cache(maxsize=4096)(TensorMeta)
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:

@@ -14,9 +14,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import networkx as nx
-
 from coexec.tracegraph.graph import END, START, Alternative, Fed, Node, TraceGraph
+from coexec.tracegraph.order import reachable, turned_around
 from coexec.tracegraph.trace import Computed, Produced
 
 #: A node, and which events made its arguments; None stands for an argument that no event made.
@@ -59,22 +58,25 @@ def live(graph: TraceGraph, ways: Collection[Way] | None = None) -> TraceGraph:
         bound = {b for way in ways for b in way.bound}
     alive = {n.id for n in graph.nodes} - retired
     while True:
-        edges = nx.DiGraph(edge for edge in taken if set(edge) <= alive | {START, END})
-        edges.add_nodes_from((START, END))
-        reachable = nx.descendants(edges, START) & nx.ancestors(edges, END)
+        edges = {
+            s: [t for t in targets if (s, t) in taken and {s, t} <= alive | {START, END}]
+            for s, targets in graph.edges.items()
+        }
+        after = reachable(edges, START)
+        between = (after & reachable(turned_around(edges), END)) - {START, END}
         alternatives = {
             i: tuple(
                 a
                 for a in graph.nodes[i].alternatives
-                if _possible(a, reachable) and _is_taken(graph.nodes[i], a, bound)
+                if _possible(a, between) and _is_taken(graph.nodes[i], a, bound)
             )
-            for i in reachable
+            for i in between
         }
-        remaining = {i for i in reachable if alternatives[i]}
+        remaining = {i for i in between if alternatives[i]}
         if remaining == alive:
             break
         alive = remaining
-    if not nx.has_path(edges, START, END):
+    if END not in after:
         return graph
     nodes = tuple(
         replace(n, alternatives=alternatives[n.id]) if n.id in alive else replace(n, alternatives=())

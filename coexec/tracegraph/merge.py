@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-import networkx as nx
-
 from coexec.tracegraph import functions
 from coexec.tracegraph.generalize import Generalized, generalize
 from coexec.tracegraph.graph import (
@@ -35,6 +33,7 @@ from coexec.tracegraph.graph import (
     Visit,
 )
 from coexec.tracegraph.numbers import same_number, same_sizes, unify, unify_slots, unused, varying
+from coexec.tracegraph.order import Groups, in_order, turned_around
 from coexec.tracegraph.sizes import Size
 from coexec.tracegraph.trace import (
     Computed,
@@ -113,7 +112,7 @@ class _Builder:
         self.ancestors: dict[int, int] = defaultdict(int)  # the nodes before each node, as bits
         self.children: dict[int, list[int]] = defaultdict(list)
         self.by_event: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        self.shared = nx.Graph()
+        self.shared: Groups[Captured | Fed] = Groups()
         self.paths: list[list[int]] = []  # of each trace
         self.new_id: dict[int, int] = {}  # of each node, when they are in order
 
@@ -277,8 +276,8 @@ class _Builder:
         for index, ref in refs.items():
             by_storage[trace.externals[index].storage].append(ref)
         for group in by_storage.values():
-            for other in group[1:]:
-                self.shared.add_edge(group[0], other)
+            if len(group) > 1:
+                self.shared.join(*group)
 
     # --- results ---
 
@@ -322,8 +321,8 @@ class _Builder:
                 replace(a, pins=self._pins(seen))
                 for a, seen in zip(draft.alternatives, draft.seen, strict=True)
             ]
-        graph = nx.DiGraph({n: [t for t in self.children[n] if t != END] for n in range(len(self.drafts))})
-        order = list(nx.lexicographical_topological_sort(graph))
+        sources = turned_around({n: self.children[n] for n in range(len(self.drafts))})
+        order = in_order({n: sources.get(n, ()) for n in range(len(self.drafts))})
         new_id = {old: new for new, old in enumerate(order)} | {START: START, END: END}
         self.new_id = new_id
         nodes = tuple(_renumber(self.drafts[old], new_id) for old in order)
@@ -334,7 +333,7 @@ class _Builder:
         }
         shared = tuple(
             frozenset(Fed(new_id[r.node], r.argument) if isinstance(r, Fed) else r for r in group)
-            for group in nx.connected_components(self.shared)
+            for group in self.shared.all()
         )
         return TraceGraph(nodes, edges, tuple(self.captured), shared, traces)
 

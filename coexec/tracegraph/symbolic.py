@@ -13,7 +13,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import networkx as nx
 import torch
 
 from coexec.tracegraph import functions
@@ -42,6 +41,7 @@ from coexec.tracegraph.instructions import (
     with_releases,
 )
 from coexec.tracegraph.numbers import TRANSFORMS, fed_numbers
+from coexec.tracegraph.order import Groups
 from coexec.tracegraph.program import (
     Call,
     Commit,
@@ -126,11 +126,11 @@ class _Lowering:
     random: bool = False
 
     def run(self) -> Program:
-        self.union = nx.utils.UnionFind()  # what may share memory
-        self.views = nx.utils.UnionFind()  # what does, whichever alternatives are taken
+        self.union: Groups[object] = Groups()  # what may share memory
+        self.views: Groups[object] = Groups()  # what does, whichever alternatives are taken
         self.shadow: dict[int, int] = {}  # of the register of an external tensor: that of its copy
         for group in self.graph.shared:
-            self.union.union(*group)
+            self.union.join(*group)
         self.needed = {
             s for n in self.graph.nodes for a in n.alternatives for s in a.sources if isinstance(s, Fed)
         }
@@ -261,7 +261,7 @@ class _Lowering:
                 self._feed(Fed(node.id, argument), node.location)
             registers = [self._source(s) for s in alternative.sources]
             for out, register in zip(merged, registers, strict=True):
-                self.union.union(("r", out), ("r", register))
+                self.union.join(("r", out), ("r", register))
             move = Move(tuple(merged), tuple(registers))
             self.emitted.append(_Emitted(move, frozenset(registers), frozenset(merged)))
             jumps.append(len(self.emitted))
@@ -342,8 +342,8 @@ class _Lowering:
         return self.registers - 1
 
     def _same_memory(self, a: int, b: int) -> None:
-        self.union.union(("r", a), ("r", b))
-        self.views.union(("r", a), ("r", b))
+        self.union.join(("r", a), ("r", b))
+        self.views.join(("r", a), ("r", b))
 
     def _class(self, register: int) -> Any:
         return self.union[("r", register)]
@@ -367,13 +367,13 @@ class _Lowering:
             register = self._register(self.metas.get(source))
             self.values[source] = self.externals[source] = register
             self.captured[source.index] = register
-            self.union.union(("r", register), source)
+            self.union.join(("r", register), source)
 
     def _feed(self, fed: Fed, location: int) -> None:
         if fed not in self.values:  # else another alternative feeds it: only one of them is taken
             register = self._register(self.metas[fed])
             self.values[fed] = self.externals[fed] = register
-            self.union.union(("r", register), fed)
+            self.union.join(("r", register), fed)
         self.emitted.append(_Emitted(Feed(self.values[fed], self.metas[fed], location)))
 
     # --- the end ---

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import networkx as nx
-
 from coexec.errors import VerificationError
 from coexec.tracegraph.cases import assign_cases
 from coexec.tracegraph.graph import END, START, Captured, Fed, TraceGraph
@@ -60,6 +58,8 @@ def verify_trace(trace: Trace) -> None:
 
 def verify_graph(graph: TraceGraph) -> None:
     """A TraceGraph is acyclic, connected from start to end, and reads only what may have run before."""
+    import networkx as nx  # not above: see `order`
+
     edges = nx.DiGraph((s, t) for s, targets in graph.edges.items() for t in targets)
     edges.add_nodes_from((START, END))
     if not nx.is_directed_acyclic_graph(edges):
