@@ -30,8 +30,11 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from coexec._native import core
 
 TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
@@ -126,7 +129,7 @@ def successor(tensor: torch.Tensor) -> torch.Tensor:
 
 def name_node(function: type[torch.autograd.Function], name: str) -> None:
     """Gives the autograd nodes that `function` makes another name."""
-    function._backward_cls.__name__ = name
+    function._backward_cls.__name__ = function._backward_cls.__qualname__ = name
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -172,6 +175,17 @@ def _uses_of_one() -> int:
 
 #: The references to the memory of a tensor that nothing else shares.
 _USES_OF_ONE = _uses_of_one()
+
+
+def alias_of(value: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory, without autograd history; an inference tensor in inference mode."""
+    if core is not None and not (value.requires_grad or torch.is_inference_mode_enabled()):
+        made: torch.Tensor = core.alias_of(value)
+        return made
+    alias = value.new_empty(0)
+    with torch.no_grad():
+        alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    return alias
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
@@ -222,6 +236,11 @@ def run_seen(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         excluded = excluded.remove(getattr(_C.DispatchKey, key))
     with _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded):
         return operation(*args, **kwargs)
+
+
+def has_setup_context(function: type[torch.autograd.Function]) -> bool:
+    """Whether a custom function fills its `ctx` in a method of its own."""
+    return bool(torch.autograd.function._is_setup_context_defined(function.setup_context))
 
 
 #: The base of autograd functions whose `apply` is the one of C++, and that one.
@@ -307,6 +326,26 @@ def leave_own_modes() -> None:
     while (stack := _get_current_function_mode_stack()) and isinstance(stack[-1], OwnMode):
         _pop_mode()
     while isinstance(innermost_dispatch_mode(), OwnMode):
+        _pop_dispatch_mode()
+
+
+@contextmanager
+def entered_again(mode: Any) -> Iterator[None]:
+    """A context in which a function mode is active that is answering a call."""
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        _pop_mode()
+
+
+@contextmanager
+def entered_elsewhere(mode: Any) -> Iterator[None]:
+    """A context in which a dispatch mode of another thread is active on this one."""
+    _push_dispatch_mode(mode)
+    try:
+        yield
+    finally:
         _pop_dispatch_mode()
 
 

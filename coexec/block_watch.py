@@ -71,6 +71,9 @@ class MethodCall:
         return self.original(self.optimizer, *self.args, **self.kwargs)
 
 
+#: Makes a call of a custom autograd function; NotImplemented if that is left to PyTorch.
+Applying = Callable[[Any, tuple[Any, ...]], Any]
+
 #: Makes a call of an optimizer's method, in its own way.
 Method = Callable[[MethodCall], Any]
 
@@ -86,8 +89,9 @@ _NO_METHODS: Mapping[str, Method] = {}
 class BlockWatch:
     """A context that reports to `called(kind, name, arguments)` what the current thread calls.
 
-    `optimizing(form, arguments, keyword arguments)` makes the updates of optimizers, and `methods` by name
-    what they do to gradients, if these are given.
+    `optimizing(form, arguments, keyword arguments)` makes the updates of optimizers, `methods` by name
+    what they do to gradients, and `applying(function, arguments)` the calls of custom autograd functions, if
+    these are given.
     """
 
     def __init__(
@@ -95,10 +99,12 @@ class BlockWatch:
         called: Callback,
         optimizing: Optimizing | None = None,
         methods: Mapping[str, Method] = _NO_METHODS,
+        applying: Applying | None = None,
     ) -> None:
         self.called = called
         self.optimizing = optimizing
         self.methods = methods
+        self.applying = applying
 
     def __enter__(self) -> BlockWatch:
         with _lock:
@@ -133,6 +139,11 @@ def _watched_apply(found: Any) -> Any:
     apply = found if isinstance(found, classmethod) else AUTOGRAD_APPLY  # what it found is bound to its base
 
     def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = _watches.get(threading.get_ident())
+        if watch is not None and watch.applying is not None and apply is AUTOGRAD_APPLY and not kwargs:
+            returned = watch.applying(cls, args)
+            if returned is not NotImplemented:
+                return returned
         with _report(Watched.KEEPS, f"{cls.__name__}.apply", args):
             return apply.__get__(None, cls)(*args, **kwargs)
 

@@ -21,6 +21,7 @@ import torch
 
 from coexec._private import enter, foreign_modes, leave, without_current_modes, without_own_modes
 from coexec.block_watch import INIT_GROUP, ZERO_GRAD, BlockWatch, Watched
+from coexec.callbacks.iteration import Callbacks
 from coexec.dynamic.runner import DynamicRunner
 from coexec.errors import CommitError, TapeError
 from coexec.location import describe
@@ -260,8 +261,10 @@ class _TracingSession(_Session):
     def __init__(self, state: ProgramState, frame: FrameType) -> None:
         super().__init__(state)
         self.recorder = Recorder(state.identities)
-        self.mode = TracingMode(self.recorder, frame)
-        self._watch = BlockWatch(self._called, state.updates.make)
+        self._callbacks = Callbacks()
+        self.mode = TracingMode(self.recorder, frame, self._callbacks)
+        self._callbacks.mode, self._callbacks.recorder = self.mode, self.recorder
+        self._watch = BlockWatch(self._called, state.updates.make, applying=self._callbacks.apply)
         enter(self._watch)
         enter(self.mode)
         enter(self.recorder)
@@ -280,6 +283,7 @@ class _TracingSession(_Session):
         if error is not None:
             self.recorder.fail("CX0002", type(error).__name__)
         trace, why = self.recorder.finish(), self.recorder.cause
+        self._callbacks.come_apart()
         self._come_apart("recorder", "mode", "_watch")
         self.state.traced(trace, why)
 
@@ -358,12 +362,14 @@ class _CoexecutionSession(_Session):
         self._graph_times = tuple(self._graph_runner.times())
         if before is not None:
             before.lift()
+        self._callbacks = Callbacks()
         self.runner = PythonRunner(
             state.skeleton,
             self._graph_runner,
             captured,
             frame,
             self._on_mismatch,
+            self._callbacks,
             lazy=self._starts_late,
             exclusive=self._asynchronous,
             before=before,
@@ -373,7 +379,9 @@ class _CoexecutionSession(_Session):
             self._called,
             state.updates.make,
             {name: functools.partial(made, self.runner) for name, made in shortcuts.items()},
+            self._callbacks.apply,
         )
+        self._callbacks.mode = self.runner
         enter(self._watch)
         enter(self.runner)
 
@@ -401,7 +409,8 @@ class _CoexecutionSession(_Session):
         """Becomes a tracing session in the middle of the iteration."""
         self._cause = cause(mismatch.id, mismatch.detail, describe(runner.iteration.location))
         recorder = Recorder(self.state.identities)
-        mode = TracingMode(recorder, self._frame)
+        mode = TracingMode(recorder, self._frame, self._callbacks)
+        self._callbacks.recorder = recorder
         if mismatch.id == "CX0114":  # what Python writes through NumPy no trace can hold
             recorder.fail(mismatch.id, mismatch.detail)
         with without_current_modes(), recorder:  # modes of the user have seen these calls, or never will
@@ -452,6 +461,7 @@ class _CoexecutionSession(_Session):
         """Nothing of the iteration is used any more."""
         self._phase = self.phase
         self.runner.come_apart()
+        self._callbacks.come_apart()
         self._come_apart("runner", "_watch", "_frame", "_recorder", "_pending")
 
     def _catch_up(self) -> BaseException | None:

@@ -6,17 +6,40 @@ it than when a Python function does, so every mode of the two phases is entered 
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
 from coexec._native import core
-from coexec._private import OwnMode
+from coexec._private import OwnMode, entered_again
 
 
 class EnteredNatively(OwnMode, TorchFunctionMode):
-    """A function mode; what `lead` was given answers before `__torch_function__` does."""
+    """A function mode; what `lead` was given answers before `__torch_function__` does.
+
+    Attributes:
+        outermost: the frame that executed locations begin below.
+    """
+
+    outermost: FrameType
+
+    @contextmanager
+    def below(self, frame: FrameType) -> Iterator[None]:
+        """Enters the mode once more while it answers a call, for those that are made below a frame."""
+        outer = self.outermost
+        self.locate_below(frame)
+        try:
+            with entered_again(self):
+                yield
+        finally:
+            self.locate_below(outer)
+
+    def locate_below(self, frame: FrameType) -> None:
+        """Has executed locations begin below another frame."""
+        self.outermost = frame
 
     def __enter__(self) -> Any:
         if core is not None:

@@ -195,6 +195,9 @@ class Walker : public Answering {
     runner_ = nullptr;
   }
 
+  // Has executed locations begin below another frame.
+  void locate_below(py::object frame) { outermost_ = std::move(frame); }
+
   // Seconds that fetches have waited in this iteration.
   double stall_s() const { return stall_s_; }
 
@@ -832,6 +835,7 @@ void bind_walker(py::module_& m) {
       }))
       .def("begin", &Walker::begin)
       .def("end", &Walker::end)
+      .def("locate_below", &Walker::locate_below)
       .def("run_ahead", &Walker::run_ahead)
       .def("forget_gradients", &Walker::forget_gradients)
       .def("show_gradients", &Walker::show_gradients)

@@ -216,7 +216,7 @@ class _Operations(TorchDispatchMode):
             return returned
 
     def _check(self, function: Any, positional: list[Any]) -> None:
-        between = frames_between(_run.__code__)
+        between = frames_between({_run.__code__})
         stranger = None if between is None else between.outside_of_torch()
         if between is None or stranger is not None:
             raise Unrecordable("user code runs inside of it")

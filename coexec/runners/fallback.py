@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from coexec._private import WithoutModes
+from coexec.callbacks.iteration import Callbacks
 from coexec.runners.placeholder import realize
 from coexec.runners.python_runner import PythonRunner
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
@@ -35,6 +36,7 @@ class Recorder(Protocol):
         kwargs: dict[str, Any],
         location: int,
         adopt: Callable[[Any], Any],
+        make: Callable[..., Any] | None,
     ) -> Any:
         """Runs a torch call eagerly and records it."""
 
@@ -80,7 +82,7 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
                     failed |= _outputs(record)
                     continue
                 try:
-                    _redo(record, objects, recorder)
+                    _redo(record, objects, recorder, runner.callbacks)
                 except Exception as e:  # what does not depend on it has to be there when Python goes on
                     error = error or e
                     failed |= _outputs(record)
@@ -109,7 +111,9 @@ def _state(record: object) -> Hashable:
     return record.ambient if isinstance(record, EventRecord) else None
 
 
-def _redo(record: object, objects: dict[Produced, torch.Tensor], recorder: Recorder) -> None:
+def _redo(
+    record: object, objects: dict[Produced, torch.Tensor], recorder: Recorder, callbacks: Callbacks
+) -> None:
     match record:
         case FlagRecord():
             record.tensor.requires_grad_(record.after)
@@ -117,10 +121,12 @@ def _redo(record: object, objects: dict[Produced, torch.Tensor], recorder: Recor
             value = None if record.value is None else _tensor(record.value, objects)
             _tensor(record.leaf, objects).grad = value
         case EventRecord():
-            _run(record, objects, recorder)
+            _run(record, objects, recorder, callbacks)
 
 
-def _run(record: EventRecord, objects: dict[Produced, torch.Tensor], recorder: Recorder) -> None:
+def _run(
+    record: EventRecord, objects: dict[Produced, torch.Tensor], recorder: Recorder, callbacks: Callbacks
+) -> None:
     node = record.node
     explicit = len(record.tokens) - len(node.implicit_metas)
     tensors = [_tensor(t, objects) for t in record.tokens[:explicit]]
@@ -138,7 +144,10 @@ def _run(record: EventRecord, objects: dict[Produced, torch.Tensor], recorder: R
                 realize(outputs[grad.output], leaf.grad)
         return calls.build(node.result, outputs, tensors)
 
-    recorder.event(node.function, args, kwargs, record.location, adopt)
+    recorder.event(
+        node.function, args, kwargs, record.location, adopt, make=callbacks.maker(node.function)
+    )
+    callbacks.recorded(node.function, args)
     if record.exposure is not None and record.exposure.alive:
         recorder.fail("CX0114", "an array that shares memory with a tensor is still in use")
         _share(tensors[0], record.exposure.memory)

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._native import core
-from coexec._private import OwnMode, become, forget_hulls, keep_hulls, make_wrapper, name_node, run_seen
+from coexec._private import OwnMode, alias_of, become, forget_hulls, keep_hulls, make_wrapper, name_node, run_seen
 from coexec.tracegraph import calls
 from coexec.tracegraph.trace import Produced, TensorMeta
 
@@ -111,24 +111,13 @@ def dressed(value: torch.Tensor, meta: TensorMeta, history: str | None) -> torch
     """
     if value.is_conj() or value.is_neg():
         return value.detach().requires_grad_(meta.requires_grad)
-    alias = _alias(value)
+    alias = alias_of(value)
     if not meta.requires_grad:
         return alias
     if meta.is_leaf:
         return alias.requires_grad_()
     with torch.enable_grad():
         return _used_history(history or "UnknownBackward").apply(_ANCHOR, [alias])  # type: ignore[no-any-return]
-
-
-def _alias(value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory, without autograd history; an inference tensor in inference mode."""
-    if core is not None and not (value.requires_grad or torch.is_inference_mode_enabled()):
-        made: torch.Tensor = core.alias_of(value)
-        return made
-    alias = value.new_empty(0)
-    with torch.no_grad():
-        alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
-    return alias
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)

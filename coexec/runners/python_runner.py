@@ -22,6 +22,7 @@ import torch
 from coexec._native import core
 from coexec._native.entry import EnteredNatively
 from coexec._private import WithoutModes, enter, is_exclusive, is_exposed, leave
+from coexec.callbacks.iteration import Callbacks
 from coexec.location import locate
 from coexec.runners import random_state
 from coexec.runners.difference import difference
@@ -42,6 +43,7 @@ from coexec.runners.sizes import Sizes
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.callbacks import CalledBack, go_on
 from coexec.tracegraph.exposed import expose
 from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding, is_shaped_by_data
 from coexec.tracegraph.live import Way, bound_of
@@ -69,16 +71,18 @@ class PythonRunner(EnteredNatively):
         captured: list[torch.Tensor | None],
         outermost: FrameType,
         on_mismatch: Callable[[PythonRunner, Mismatch], Callable[..., Any]],
+        callbacks: Callbacks,
         lazy: bool,
         exclusive: bool,
         before: Pending | None = None,
     ) -> None:
         super().__init__()
         self.skeleton = skeleton
+        self.callbacks = callbacks
         self.graph_runner = graph_runner
         self.iteration = Iteration(captured=captured)
         self.stall_s = 0.0
-        self._outermost = outermost
+        self.outermost = outermost
         self._on_mismatch = on_mismatch
         self._eager: Callable[..., Any] | None = None
         self.entered = False
@@ -115,7 +119,7 @@ class PythonRunner(EnteredNatively):
     ) -> Any:
         kwargs = kwargs or {}
         if self._eager is not None:
-            return self._eager(function, args, kwargs, locate(1, self._outermost))
+            return self._eager(function, args, kwargs, locate(1, self.outermost))
         if function in functions.PASSIVE:
             return self._passive(function, args, kwargs)
         if function == functions.GET_GRAD:
@@ -124,19 +128,40 @@ class PythonRunner(EnteredNatively):
             return function(*args, **kwargs)
         if function in functions.INDEXING:
             args = functions.with_index_tensors(args)
-        location = locate(1, self._outermost)
+        location = locate(1, self.outermost)
         self.iteration.location = location
         try:
-            return self._answer(function, args, kwargs, location)
+            answer = self._answer(function, args, kwargs, location)
         except Mismatch as mismatch:
             self.fall_back(mismatch)
+            assert self._eager is not None
+            return self._eager(function, args, kwargs, location)
+        if answer.__class__ is not CalledBack:
+            return answer
+        return self.callbacks.drive(
+            function, args, kwargs, answer, lambda returned: self._go_on(returned, location), self._raised
+        )
+
+    def _go_on(self, returned: Any, location: int) -> Any:
+        """Lets a backward pass go on with what code of the user returned."""
+        if self._eager is None:
+            self.iteration.location = location
+            try:
+                return self._event(go_on, *calls.flatten((returned,), None), location)
+            except Mismatch as mismatch:
+                self.fall_back(mismatch)
         assert self._eager is not None
-        return self._eager(function, args, kwargs, location)
+        return self._eager(go_on, (returned,), {}, location)
+
+    def _raised(self) -> None:
+        """Code of the user that the backward pass called has raised: the engine has to see that."""
+        if self._eager is None:
+            self.fall_back(Mismatch("CX0002", "a function that the backward pass called raised"))
 
     def fall_back(self, mismatch: Mismatch) -> None:
         """Makes the iteration eager; placeholders are real tensors when this returns."""
         self._let_go()
-        self._eager = _call  # if the replay raises, the rest of the block runs as it is
+        self._eager = self._call  # if the replay raises, the rest of the block runs as it is
         if self._put_back is not None:
             self._put_back()
         self._outcome = self._put_back = None
@@ -150,6 +175,9 @@ class PythonRunner(EnteredNatively):
                 raise
         with torch._C.DisableTorchFunction():
             self._eager = self._on_mismatch(self, mismatch)
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+        return (self.callbacks.maker(function) or function)(*args, **kwargs)
 
     def _abandon(self) -> None:
         self.graph_runner.cancel()
@@ -214,6 +242,11 @@ class PythonRunner(EnteredNatively):
         self.entered = True
         return self
 
+    def locate_below(self, frame: FrameType) -> None:  # noqa: D102  # as in the base class
+        super().locate_below(frame)
+        if self._walker is not None:
+            self._walker.locate_below(frame)
+
     def leave(self) -> None:
         """Leaves the function mode and the guard, in the order in which they were entered."""
         self.entered = False
@@ -222,7 +255,7 @@ class PythonRunner(EnteredNatively):
 
     def come_apart(self) -> None:
         """Drops what refers back to this runner, when it is not used any more."""
-        for part in ("_guard", "_on_mismatch", "_outermost", "_eager"):
+        for part in ("_guard", "_on_mismatch", "outermost", "_eager"):
             vars(self).pop(part, None)
 
     def forget(self) -> None:
@@ -597,6 +630,7 @@ class PythonRunner(EnteredNatively):
         self._check_exposed()
         if it.checked != len(it.fed):
             self._check_memory()
+        self.callbacks.forget()
         it.alive = alive(self.iteration)
         for binding in it.alive:
             if not graph.nodes[binding.event].outputs[binding.output].kept:
@@ -699,10 +733,6 @@ class PythonRunner(EnteredNatively):
             or any(group.issuperset(refs) for group in self.skeleton.graph.shared)
             for refs in by_memory.values()
         )
-
-
-def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
-    return function(*args, **kwargs)
 
 
 _PASSED_ON = functions.AMBIENT | functions.MARKS

@@ -21,6 +21,7 @@ import torch
 
 from coexec._private import WithoutModes
 from coexec.runners.bare import Bare, elementwise, returned
+from coexec.tracegraph.callbacks import Applied
 from coexec.tracegraph.calls import meta_of, unflatten
 from coexec.tracegraph.functions import INDEXING
 from coexec.tracegraph.graph import Node, TraceGraph, external_metas, symbols_of
@@ -97,9 +98,9 @@ class Unseen:
 
     def _is_generic(self, node: Node) -> bool:
         if not node.backward:
-            return node.function in SIZE_GENERIC
+            return _is_size_generic(node)
         before = {n for a in node.alternatives for n in a.path or ()}
-        return all(self._graph.nodes[n].function in SIZE_GENERIC for n in before if n in self.watched)
+        return all(_is_size_generic(self._graph.nodes[n]) for n in before if n in self.watched)
 
     def _gives_its_shapes(self, node: Node, values: Values, watched: Sequence[int]) -> bool:
         varying = self._varying_of(node, watched)
@@ -177,6 +178,11 @@ class Unseen:
             case _:
                 meta = self._metas[source]
         return _bare(meta, values)
+
+
+def _is_size_generic(node: Node) -> bool:
+    """Whether a node runs the same operations whatever sizes there are; a part of a backward pass follows."""
+    return node.backward or node.function.__class__ is Applied or node.function in SIZE_GENERIC
 
 
 def _decides_unseen(node: Node) -> bool:

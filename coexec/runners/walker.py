@@ -21,6 +21,7 @@ from coexec.runners.sizes import encoded
 from coexec.runners.unseen import Unseen
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.callbacks import CalledBack
 from coexec.tracegraph.graph import Captured, Fed, Node, NumberSlot, TraceGraph
 from coexec.tracegraph.optimizers import counts_of
 from coexec.tracegraph.program import Program
@@ -133,7 +134,12 @@ def _node(
 
 def _is_simple(node: Node) -> bool:
     """Whether an event needs nothing but comparing its arguments."""
-    return node.kind is Kind.COMPUTE and _is_plain(node)
+    return node.kind is Kind.COMPUTE and _is_plain(node) and not _calls_back(node)
+
+
+def _calls_back(node: Node) -> bool:
+    """Whether code of the user runs behind an event, before its function returns."""
+    return isinstance(node.result, calls.Container) and node.result.kind is CalledBack
 
 
 def _looks_at_numbers(node: Node) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from coexec.tracegraph.callbacks import go_on
 from coexec.tracegraph.calls import generators_in
 from coexec.tracegraph.optimizers import counts_of
 
@@ -90,7 +91,7 @@ MAYBE_SAME: frozenset[Callable[..., Any]] = frozenset(_functions("as_tensor", "a
 
 #: Run the backward pass, so they depend on the whole path before them.
 BACKWARD: frozenset[Callable[..., Any]] = frozenset(
-    {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+    {Tensor.backward, torch.autograd.backward, torch.autograd.grad, go_on}
 )
 
 IS_LEAF: Callable[..., Any] = Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getset descriptor

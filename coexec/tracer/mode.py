@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from coexec._native.entry import EnteredNatively
+from coexec.callbacks.iteration import Callbacks
 from coexec.location import locate
 from coexec.tracegraph import calls, functions
+from coexec.tracegraph.callbacks import CalledBack, go_on
 from coexec.tracer.recorder import Recorder
 
 _UNRECORDED = (
@@ -27,15 +29,16 @@ _UNRECORDED = (
 class TracingMode(EnteredNatively):
     """Passes torch calls to a recorder, with their location below frame `outermost`."""
 
-    def __init__(self, recorder: Recorder, outermost: FrameType) -> None:
+    def __init__(self, recorder: Recorder, outermost: FrameType, callbacks: Callbacks) -> None:
         super().__init__()
         self.recorder = recorder
-        self._outermost = outermost
+        self.callbacks = callbacks
+        self.outermost = outermost
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.run(function, args, kwargs or {}, locate(1, self._outermost))
+        return self.run(function, args, kwargs or {}, locate(1, self.outermost))
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
         """Runs a torch call that Python made at `location`."""
@@ -56,4 +59,19 @@ class TracingMode(EnteredNatively):
             if node is not None:
                 self.recorder.fail("CX0109", "the program looks at grad_fn")
             return node
-        return self.recorder.event(function, args, kwargs, location)
+        return self._event(function, args, kwargs, location)
+
+    def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+        recorder, callbacks = self.recorder, self.callbacks
+        answer = recorder.event(function, args, kwargs, location, make=callbacks.maker(function))
+        callbacks.recorded(function, args)
+        if answer.__class__ is not CalledBack or function is go_on:
+            return answer
+        return callbacks.drive(
+            function,
+            args,
+            kwargs,
+            answer,
+            lambda returned: self._event(go_on, (returned,), {}, location),
+            lambda: recorder.fail("CX0002", f"a function that {functions.name_of(function)} called raised"),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from typing import Any
 
 import torch
 
+from coexec import callbacks
 from coexec._private import MODE_WRAPPER_FILES, TORCH_DIRECTORY
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.optimizers import Update
 from coexec.tracegraph.trace import Input, Local, Operation, Result, Value
+
+CALLBACKS = os.path.dirname(os.path.abspath(callbacks.__file__)) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +31,13 @@ class Between:
     complete: bool
 
     def outside_of_torch(self) -> CodeType | None:
-        """The first code that is not PyTorch's own."""
-        own = (c for c in self.codes if c is not Update.__call__.__code__)
-        return next((c for c in own if not c.co_filename.startswith(TORCH_DIRECTORY)), None)
+        """The first code that is neither PyTorch's own nor what makes an event of coexec's."""
+        others = (c for c in self.codes if c is not Update.__call__.__code__)
+        return next((c for c in others if not c.co_filename.startswith((TORCH_DIRECTORY, CALLBACKS))), None)
 
 
-def frames_between(outermost: CodeType) -> Between | None:
-    """What runs between the code `outermost` and the dispatch mode that asks; None if only C++ does."""
+def frames_between(outermost: Container[CodeType]) -> Between | None:
+    """What runs between a code among `outermost` and the dispatch mode that asks; None if only C++ does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
         frame = frame.f_back
@@ -43,7 +47,7 @@ def frames_between(outermost: CodeType) -> Between | None:
     if frame is None:
         return None
     codes: list[CodeType] = []
-    while frame is not None and frame.f_code is not outermost:
+    while frame is not None and frame.f_code not in outermost:
         codes.append(frame.f_code)
         frame = frame.f_back
     return Between(tuple(codes), frame is not None)

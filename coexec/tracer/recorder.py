@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,16 +23,19 @@ from coexec._private import (
     HigherOrderOperator,
     OwnMode,
     WithoutModes,
+    entered_elsewhere,
     is_exposed,
     is_transformed,
     run_seen,
     runs_python,
     transform_depth,
 )
+from coexec.callbacks.stepped import SteppedBackward
 from coexec.location import describe
 from coexec.reasons import Cause, cause
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.callbacks import Applied, CalledBack
 from coexec.tracegraph.exposed import Exposure, expose
 from coexec.tracegraph.optimizers import Update, unexplained
 from coexec.tracegraph.trace import (
@@ -147,6 +151,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         kwargs: dict[str, Any],
         location: int,
         adopt: Callable[[Any], Any] = lambda returned: returned,
+        make: Callable[..., Any] | None = None,
     ) -> Any:
         """Runs a torch call eagerly and records it.
 
@@ -156,17 +161,19 @@ class Recorder(OwnMode, TorchDispatchMode):
             kwargs: its keyword arguments.
             location: where it was called.
             adopt: what it returned, to be returned and recorded instead.
+            make: makes the call; None if the function itself does.
         """
+        make = make or function
         if self.cause is not None:
-            return adopt(function(*args, **kwargs))
+            return adopt(make(*args, **kwargs))
         self.location = location
         try:
             prepared = self._prepare(function, args, kwargs)
         except Untraceable as e:
             self.fail(e.id, e.detail)
-            return adopt(function(*args, **kwargs))
+            return adopt(make(*args, **kwargs))
         try:
-            returned = adopt(function(*args, **kwargs))
+            returned = adopt(make(*args, **kwargs))
             if self.cause is None:
                 self._complete(prepared, returned)
                 if function in functions.SHARES_MEMORY:
@@ -197,6 +204,21 @@ class Recorder(OwnMode, TorchDispatchMode):
         if is_transformed(tensor) or tensor.layout is not torch.strided:
             return False
         return not self._memory.is_computed(storage_id(tensor))
+
+    def known(self, tensor: torch.Tensor) -> _Known | None:
+        """What is known of a tensor object."""
+        known = self._known.get(id(tensor))
+        return known if known is not None and known.reference() is tensor else None
+
+    def know_as(self, tensor: torch.Tensor, known: _Known) -> None:
+        """Takes a tensor object for another name of one that is known."""
+        with torch._C.DisableTorchFunction():  # the block's own mode may be active
+            meta, history = calls.meta_of(tensor), _history(tensor)
+        self._known[id(tensor)] = _Known(weakref.ref(tensor), known.binding, meta, history)
+
+    def on_another_thread(self) -> AbstractContextManager[None]:
+        """Records what another thread does, while this one waits for it."""
+        return entered_elsewhere(self)
 
     def refresh(self, tensor: torch.Tensor) -> None:
         """Takes in that Python has changed the attributes of an external tensor."""
@@ -248,7 +270,8 @@ class Recorder(OwnMode, TorchDispatchMode):
         assert event is not None
         if isinstance(p.function, Update):
             self._check_update(p.function, event.operations, p.numbers)
-        if p.kind is not Kind.FETCH and event.on_host is None and self._reads_unseen(p, returned):
+        computes = p.kind is not Kind.FETCH and p.function.__class__ is not Applied
+        if computes and event.on_host is None and self._reads_unseen(p, returned):
             event.on_host = f"an integer tensor inside of {self._name()}"
         if event.on_host is not None and p.kind is not Kind.FETCH:
             self._check_host_event(p, returned)
@@ -264,7 +287,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         else:
             outputs = []
             new: list[torch.Tensor] = []
-            result = calls.template(returned, lambda leaf: self._returned(leaf, p.tensors, new))
+            result = self._template(returned, p.tensors, new)
             outputs += new
             rebinds = self._rebinds(p, outputs)
             implicit, metas, grads = self._new_grads(p, outputs)
@@ -391,6 +414,13 @@ class Recorder(OwnMode, TorchDispatchMode):
                 self._inputs.append(expose(tensor, tensor))
         self._known[id(tensor)] = _Known(weakref.ref(tensor), external, meta, None)
         return external
+
+    def _template(self, returned: Any, arguments: list[torch.Tensor], new: list[torch.Tensor]) -> Any:
+        if returned.__class__ is CalledBack:
+            number, *gradients = returned
+            items = [self._returned(g, arguments, new) for g in gradients]
+            return calls.Container(CalledBack, (number, *items))
+        return calls.template(returned, lambda leaf: self._returned(leaf, arguments, new))
 
     def _returned(self, leaf: Any, arguments: list[torch.Tensor], new: list[torch.Tensor]) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -606,7 +636,7 @@ class Recorder(OwnMode, TorchDispatchMode):
 
     def _check_frames(self, event: _OpenEvent) -> None:
         """Python code that runs between an event's call and its operations is not ours to skip."""
-        between = frames_between(Recorder.event.__code__)
+        between = frames_between(_OUTERMOST)
         if between is None:
             return  # a thread of autograd's engine, straight from C++
         if event.backward:
@@ -708,6 +738,10 @@ class Recorder(OwnMode, TorchDispatchMode):
             for i, e in enumerate(self._events)
         )
         return Trace(events, tuple(self._externals))
+
+
+#: Where the calls that are recorded are made.
+_OUTERMOST = frozenset({Recorder.event.__code__, SteppedBackward.run.__code__})
 
 
 @dataclass

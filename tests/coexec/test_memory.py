@@ -148,8 +148,23 @@ def garbage_of(step):
         gc.enable()
 
 
+class Exp(torch.autograd.Function):
+    """A function of the user's; its output is among what it saves."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[1]
+
+
+@pytest.mark.parametrize("function", [torch.exp, Exp.apply], ids=["plain", "with a custom function"])
 @pytest.mark.parametrize("way", ["traced", "on the graph", "asynchronous", "falls back", "raises", "dynamic"])
-def test_nothing_of_an_iteration_is_left_to_the_garbage_collector(way, request):
+def test_nothing_of_an_iteration_is_left_to_the_garbage_collector(way, function, request):
     if way == "dynamic":
         request.getfixturevalue("dynamic")
     model = nn.Linear(4, 4)
@@ -159,7 +174,7 @@ def test_nothing_of_an_iteration_is_left_to_the_garbage_collector(way, request):
     def step():
         x = torch.randn(3, 4)
         with contextlib.suppress(ValueError), coexec.GradientTape(synchronous=way != "asynchronous"):
-            loss = model(x).pow(2).mean()
+            loss = function(model(x)).pow(2).mean()
             if leaves and way == "falls back":
                 loss = loss.sin()
             optimizer.zero_grad()

@@ -1,0 +1,68 @@
+"""The node of a custom function in the real autograd graph.
+
+In:  what the function's forward has computed and saved, by events of their own.
+Out: outputs whose history is a node that calls back: the function's `backward` is called through its `Call`.
+
+The node is made by an autograd function whose `forward` only returns what there is, so what PyTorch does with
+outputs (an input that is returned, marks, materialized gradients, checks of versions) is done by PyTorch.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from coexec._private import AUTOGRAD_APPLY, name_node
+
+if TYPE_CHECKING:
+    from coexec.callbacks.iteration import Call
+
+_thread = threading.local()
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        call, outputs, saved = _thread.attaching
+        ctx.call = call
+        marks = call.marks
+        ctx.set_materialize_grads(marks.materialize)
+        if marks.dirty:
+            ctx.mark_dirty(*[_marked(m, arguments) for m in marks.dirty])
+        if marks.constant:
+            ctx.mark_non_differentiable(*[_marked(m, outputs) for m in marks.constant])
+        if saved:
+            ctx.save_for_backward(*saved)
+        return call.returned(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.call.called_back(ctx, gradients)
+
+
+def attach(call: Call, arguments: Sequence[Any], outputs: Sequence[Any], saved: Sequence[Any]) -> Any:
+    """Gives outputs the node of a custom function; returns what its `apply` returns."""
+    _thread.attaching = (call, outputs, saved)
+    try:
+        return AUTOGRAD_APPLY.__get__(None, _node_of(call.function))(*arguments)
+    finally:
+        del _thread.attaching
+
+
+def _marked(mark: Any, among: Sequence[Any]) -> Any:
+    return among[mark] if isinstance(mark, int) else mark
+
+
+_nodes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _node_of(function: type[torch.autograd.Function]) -> Any:
+    node = _nodes.get(function)
+    if node is None:
+        node = _nodes[function] = type("Node", (_Node,), {})
+        name_node(node, f"{function.__name__}Backward")
+    return node

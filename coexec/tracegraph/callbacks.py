@@ -1,0 +1,55 @@
+"""Events by which code of the user takes part in autograd.
+
+The forward of a custom `torch.autograd.Function` is code of the user, and so is its backward. The torch calls in
+both are events like any others. Between them stand events that no Python function makes, only named here:
+
+- `Applied(function)`: from here on, the outputs of the function's forward have its autograd node;
+- the backward pass, which returns a `CalledBack` where it has to call the user: what is behind that, `go_on`
+  with what the user returned, is an event of its own, and may return another `CalledBack`.
+
+`coexec.callbacks` makes these calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+import torch
+
+
+class CalledBack(tuple[Any, ...]):
+    """What a backward pass returns that has to call the user: the number of the callback, and its gradients."""
+
+    __slots__ = ()
+
+
+class Applied:
+    """The event behind the forward of a custom function."""
+
+    def __init__(self, name: str, module: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = module
+
+    def __call__(self, *arguments: Any) -> NoReturn:
+        """Is not made by itself."""
+        raise RuntimeError(f"{self.__name__} is an event, and no function to be called")
+
+
+_applied: weakref.WeakKeyDictionary[Any, Applied] = weakref.WeakKeyDictionary()
+
+
+def applied(function: type[torch.autograd.Function]) -> Applied:
+    """The event of a custom function: the same one for the same function."""
+    event = _applied.get(function)
+    if event is None:
+        event = _applied[function] = Applied(function.__name__, function.__module__)
+    return event
+
+
+def go_on(gradients: Any) -> NoReturn:
+    """The event by which a backward pass goes on with what a callback returned."""
+    raise RuntimeError("go_on is an event, and no function to be called")
+
+
+go_on.__module__ = "torch.autograd"  # where a reader of a TraceGraph expects it

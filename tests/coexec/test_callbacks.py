@@ -1,0 +1,513 @@
+"""Custom autograd functions are co-executed: their backward runs in every iteration, and gradients are eager's."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from tests.coexec.harness import coexecuted, compare, linear, train, weights
+
+WAYS = [{}, {"synchronous": False}, {"mode": "lazy"}]
+
+
+class Swish(torch.autograd.Function):
+    """Saves its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return g * (s * (1 + x * (1 - s)))
+
+
+class Exp(torch.autograd.Function):
+    """Saves its output, which autograd gives back as another object."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+
+
+class Intermediate(torch.autograd.Function):
+    """Saves a tensor that is neither input nor output, and another as an attribute."""
+
+    @staticmethod
+    def forward(ctx, x):
+        s = x.sigmoid()
+        ctx.save_for_backward(s, None)
+        ctx.scale = s.mean()
+        return s * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        s, nothing = ctx.saved_tensors
+        assert nothing is None
+        return g * s * (1 - s) * ctx.scale
+
+
+class SetUp(torch.autograd.Function):
+    """Has a `setup_context`, a default, and an argument that is no tensor."""
+
+    @staticmethod
+    def forward(x, power=2):
+        return x**power, x.abs()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.power = inputs
+        ctx.save_for_backward(x, output[1])
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, a = ctx.saved_tensors
+        return g * ctx.power * x ** (ctx.power - 1) + h * x.sign() + 0 * a, None
+
+
+class StraightThrough(torch.autograd.Function):
+    """Passes the gradient on as it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Reversal(torch.autograd.Function):
+    """Returns a view of its input."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.neg() * ctx.weight, None
+
+
+class Itself(torch.autograd.Function):
+    """Returns its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3
+
+
+class InPlace(torch.autograd.Function):
+    """Writes to its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+class Partly(torch.autograd.Function):
+    """Has outputs that are not differentiable, and looks at which gradients are needed."""
+
+    @staticmethod
+    def forward(ctx, x, w, flag):
+        ctx.set_materialize_grads(False)
+        values, indices = (x * w).topk(2)
+        mask = values > 0
+        ctx.mark_non_differentiable(indices, mask)
+        ctx.save_for_backward(x, w, indices)
+        return values, indices, mask, "text"
+
+    @staticmethod
+    def backward(ctx, g, no_indices, no_mask, no_text):
+        assert no_indices is None and no_mask is None and no_text is None
+        x, w, indices = ctx.saved_tensors
+        spread = torch.zeros_like(x).scatter(-1, indices, g)
+        return (
+            spread * w if ctx.needs_input_grad[0] else None,
+            (spread * x).sum(0) if ctx.needs_input_grad[1] else None,
+            None,
+        )
+
+
+class Outer(torch.autograd.Function):
+    """Uses another custom function in both directions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return Swish.apply(x) + Exp.apply(x * 0.1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            Swish.apply(y).sum().backward()
+        return g * y.grad
+
+
+class Noisy(torch.autograd.Function):
+    """Draws random numbers in both directions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return F.dropout(x, 0.5)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + torch.randn_like(g)
+
+
+APPLIED = {
+    "saves its input": lambda x: Swish.apply(x),
+    "saves its output": lambda x: Exp.apply(x * 0.1),
+    "saves an intermediate": Intermediate.apply,
+    "sets up its context": lambda x: sum(SetUp.apply(x)) + SetUp.apply(x, 3)[0],
+    "passes gradients on": lambda x: StraightThrough.apply(x) + StraightThrough.apply(x * 2),
+    "one behind the other": lambda x: StraightThrough.apply(Swish.apply(StraightThrough.apply(Exp.apply(x)))),
+    "returns a view": lambda x: Reversal.apply(x, 0.5),
+    "returns its input": lambda x: Itself.apply(x) * 2 + x,
+    "writes to its input": lambda x: InPlace.apply(x * 1) + 1,
+    "draws": Noisy.apply,
+    "nested": Outer.apply,
+    "two branches with one gradient": lambda x: Swish.apply(x) + Exp.apply(x) + x,
+    "without gradients": lambda x: x * Swish.apply(x.detach()),
+    "unused": lambda x: (Swish.apply(x), x)[1],
+}
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("name", APPLIED)
+def test_a_custom_function_is_co_executed(name, options):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            loss = APPLIED[name](s.model(x)).square().mean()
+            train(s, loss)
+            s.log.append(loss.detach())
+
+    coexecuted(compare(linear, step, 10, **options), 6)
+
+
+def test_outputs_that_are_not_differentiable_are_what_they_are_in_eager():
+    def step(s, k, tape):
+        x = torch.randn(3, 4)
+        with tape():
+            values, indices, mask, text = Partly.apply(x, s.a, k)
+            s.a.grad = None
+            (values.sum() + mask.sum()).backward()
+            s.log.append((values.requires_grad, indices.requires_grad, mask.requires_grad, text, indices + 0))
+
+    coexecuted(compare(weights("a", size=4), step, 10), 6)
+
+
+def test_a_backward_that_prints_and_counts_does_so_in_every_step():
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, log):
+            ctx.log = log
+            log.append("forward")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            ctx.log.append("backward")
+            print("called on", threading.current_thread() is threading.main_thread(), len(ctx.log))
+            return g * 2, None
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, Counted.apply(s.model(x), s.log).square().mean())
+
+    coexecuted(compare(linear, step, 10), 6)
+
+
+def test_a_backward_can_look_at_values():
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, log):
+            ctx.log = log
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            ctx.log.append(g.norm().item())
+            return g.clamp(-0.01, 0.01), None
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, Looks.apply(s.model(x), s.log).square().mean())
+
+    coexecuted(compare(linear, step, 10), 6)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("place", ["forward", "backward", "behind", "at the end"])
+def test_another_path_is_taken_in(place, options):
+    """The iteration falls back in the forward, in the middle of the backward pass, or behind it."""
+
+    class Choosing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, other):
+            y = x * 3 if other == "forward" else x * 2
+            ctx.save_for_backward(x, y)
+            ctx.other = other
+            return y
+
+        @staticmethod
+        def backward(ctx, g):
+            x, y = ctx.saved_tensors
+            g = g + 0.1 * y
+            if ctx.other == "backward":
+                g = g * x.sign()
+            return g * 2, None
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        other = place if k in (5, 7, 9, 12) else ""
+        with tape():
+            y = Swish.apply(Choosing.apply(Exp.apply(s.model(x)), other))
+            train(s, y.square().mean())
+            if other == "behind":
+                s.log.append(s.model.weight.norm().item())
+                s.model.weight.grad.mul_(2)
+            elif other == "at the end":
+                s.log.append(y.detach())
+
+    report = compare(linear, step, 16, **options)
+    coexecuted(report, 6)
+    assert report.fallbacks >= 1, report.summary()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("caught", [False, True])
+def test_an_exception_leaves_the_state_that_eager_leaves(where, caught):
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, when):
+            ctx.when = when
+            if when == "forward":
+                raise ValueError("in the forward")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            h = g * 2
+            if ctx.when == "backward":
+                raise ValueError("in the backward")
+            return h, None
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            s.optimizer.zero_grad()
+            h = s.model(x)
+            try:
+                (Swish.apply(Raises.apply(h, where if k in (1, 6, 8) else "")).mean() + h.sum()).backward()
+            except ValueError as e:
+                s.log.append(str(e))
+                if not caught:
+                    raise
+            s.optimizer.step()
+
+    report = compare(linear, step, 12)
+    assert report.steps.get("co-execution", 0) >= 2, report.summary()
+
+
+def test_gradients_of_chosen_tensors():
+    def step(s, k, tape):
+        with tape() as t:
+            y = Swish.apply(s.a * s.b)
+            one, two = torch.autograd.grad(y.sum(), [s.a, s.b], retain_graph=True)
+            three = t.gradient(y.square().sum(), s.a)
+            s.log.append((one + 0, two + 0, three + 0))
+
+    coexecuted(compare(weights("a", "b"), step, 10), 6)
+
+
+def test_a_graph_that_is_kept_is_gone_through_twice():
+    def step(s, k, tape):
+        s.a.grad = None
+        with tape():
+            y = Exp.apply(Swish.apply(s.a))
+            y.sum().backward(retain_graph=True)
+            y.square().sum().backward()
+
+    coexecuted(compare(weights("a"), step, 10), 6)
+
+
+def test_gradients_of_gradients_are_eagers():
+    def step(s, k, tape):
+        s.a.grad = None
+        with tape():
+            y = Swish.apply(s.a * 2)
+            (g,) = torch.autograd.grad(y.sum(), s.a, create_graph=True)
+            (y.sum() + g.square().sum()).backward()
+            s.log.append(g.detach())
+
+    compare(weights("a"), step, 10)
+
+
+def test_a_backward_pass_behind_the_block_calls_the_function():
+    def step(s, k, tape):
+        s.a.grad = None
+        with tape():
+            y = Exp.apply(Swish.apply(s.a * 2)).sum()
+        y.backward()
+
+    compare(weights("a"), step, 8)
+
+
+def test_a_backward_pass_sometimes_behind_the_block():
+    def step(s, k, tape):
+        s.a.grad = None
+        with tape():
+            y = Exp.apply(Swish.apply(s.a * 2)).sum()
+            if k < 5:
+                y.backward()
+        if k >= 5:
+            y.backward()
+
+    compare(weights("a"), step, 10)
+
+
+def test_layers_share_a_function_in_a_loop():
+    def make():
+        state = linear()
+        state.model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        state.optimizer = torch.optim.Adam(state.model.parameters(), 0.01)
+        return state
+
+    def step(s, k, tape):
+        h = torch.randn(5, 4)
+        with tape():
+            for layer in s.model:
+                h = h + Swish.apply(layer(h))
+            train(s, h.square().mean())
+
+    coexecuted(compare(make, step, 12), 6)
+
+
+def test_the_number_of_rows_may_vary():
+    def step(s, k, tape):
+        x = torch.randn(3 + k % 5, 4)
+        with tape():
+            train(s, Exp.apply(Swish.apply(s.model(x))).mean())
+
+    coexecuted(compare(linear, step, 24), 6)
+
+
+def test_a_hinge_of_numbers_that_vary():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.scale = scale
+            return x * scale
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.scale, None
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, Scaled.apply(s.model(x), 0.3 + 0.1 * k).square().mean())
+
+    coexecuted(compare(linear, step, 12), 5)
+
+
+def test_autocast_reaches_the_backward():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w.t()
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g @ w, g.t() @ x
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            with torch.autocast("cpu", torch.bfloat16):
+                y = Half.apply(x, s.model.weight)
+            train(s, y.float().square().mean() + s.model(x).mean())
+
+    compare(linear, step, 10)
+
+
+def test_a_context_used_in_another_way_is_left_to_pytorch():
+    class Names(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, log):
+            ctx.log = log
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            ctx.log.append(len(ctx.next_functions))
+            return g * 2, None
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, Names.apply(s.model(x), s.log).square().mean())
+
+    compare(linear, step, 8)
+
+
+def test_what_is_saved_is_checked_for_writes():
+    def step(s, k, tape):
+        with tape():
+            x = s.a * 2
+            y = Swish.apply(x)
+            if k == 6:
+                x.add_(1)
+            s.a.grad = None
+            y.sum().backward()
+
+    compare(weights("a"), step, 10)
+
+
+def test_threads_of_the_engine_end():
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, Swish.apply(s.model(x)).mean())
+            if k % 4 == 3:
+                s.log.append(s.model.weight.sum().item())
+
+    compare(linear, step, 12)
+    assert not [t for t in threading.enumerate() if t.name == "coexec backward"]
