@@ -22,13 +22,13 @@ from tests.fuzz.nearly import nearly
 from tests.fuzz.programs import programs
 
 
-def search(number, examples, **options):
+def search(number, examples, user_code, **options):
     """Return the message and the source of a failing program, or None."""
     last = []
 
     @seed(number)
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(programs())
+    @given(programs(user_code))
     def equal(program):
         last[:] = [program]
         check(program, **options)
@@ -58,6 +58,13 @@ def main():
         action="store_true",
         help="run the blocks of the inductor executor, without a compiler, and compare up to rounding",
     )
+    parser.add_argument(
+        "--user-code",
+        type=int,
+        default=30,
+        metavar="PERCENT",
+        help="how often autograd calls functions of the program (default: %(default)s)",
+    )
     parser.add_argument("--out", type=Path, default=Path("fuzz.json"), help="record (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -71,7 +78,7 @@ def main():
         how = {"synchronous": False, "every": 4} if options.ahead else {}
         if options.blocks:
             how |= {"executor": "inductor", "same": nearly}
-        failed = search(number, options.examples, mode=options.mode, **how)
+        failed = search(number, options.examples, options.user_code, mode=options.mode, **how)
         if failed:
             message, source = failed
             path = options.out.with_name(f"failure_{number}.py")
@@ -87,6 +94,7 @@ def main():
             "mode": options.mode,
             "ahead": options.ahead,
             "blocks": options.blocks,
+            "user_code": options.user_code,
             "programs": tally.programs,
             "summary": str(tally),
             "failures": failures,

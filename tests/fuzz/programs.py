@@ -39,6 +39,69 @@ class Double(torch.autograd.Function):
         return gradient * 2 + 0 * x
 
 
+class Keeps(torch.autograd.Function):
+    """Saves its output, looks at a value in its backward, and says there what it was given."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        y = (x * scale).tanh()
+        ctx.save_for_backward(x, y)
+        ctx.scale = scale
+        total = y.sum()
+        ctx.mark_non_differentiable(total)
+        return y, total, "text"
+
+    @staticmethod
+    def backward(ctx, gradient, none, nothing):
+        x, y = ctx.saved_tensors
+        if gradient.sum() > 0.1:
+            print("a gradient above 0.1")
+            gradient = gradient.clamp(max=0.5)
+        return gradient * (1 - y * y) * ctx.scale, None
+
+
+class Moody(torch.autograd.Function):
+    """Returns a view of its input, and does not always compute the same gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 0.5 if random.random() < 0.3 else gradient
+
+
+class Writes(torch.autograd.Function):
+    """Writes to its input, and draws random numbers in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(0.5)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand_like(gradient)
+
+
+class Nested(torch.autograd.Function):
+    """Runs autograd in its backward, as checkpoints do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return Double.apply(x).tanh()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [x] = ctx.saved_tensors
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            Double.apply(again).tanh().backward(gradient)
+        return again.grad
+
+
 class Residual(nn.Module):
     """Skips layers at random."""
 
@@ -112,9 +175,9 @@ class Generated:
 
 
 @st.composite
-def programs(draw):
+def programs(draw, user_code=30):
     """Programs; the simplest is linear regression with SGD."""
-    w = Writer(draw)
+    w = Writer(draw, user_code)
     w.lines += HEAD.strip().splitlines()
     w.emit("")
     w.emit("")

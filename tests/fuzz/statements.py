@@ -74,6 +74,11 @@ RANDOM = [
 ]
 USER_CODE = [
     "Double.apply({a})",
+    "Keeps.apply({a}, {n})[0]",
+    "sum(Keeps.apply({a}, 0.5)[:2])",
+    "Moody.apply({a}) + Double.apply({a})",
+    "Writes.apply({a} * 1)",
+    "Nested.apply({a})",
     "checkpoint(torch.tanh, {a}, use_reentrant=False)",
     "torch.func.vmap(torch.sin)({a})",
     "torch.compiler.disable(torch.cos)({a})",
@@ -82,7 +87,7 @@ USER_CODE = [
 
 def matrix(w):
     """A new matrix, or another value for one that the program already has."""
-    forms = w.choose([UNARY, UNARY, BINARY, BINARY, OF_STATE, RANDOM] + [USER_CODE] * w.chance(30))
+    forms = w.choose([UNARY, UNARY, BINARY, BINARY, OF_STATE, RANDOM] + [USER_CODE] * w.chance(w.user_code))
     value = w.choose(forms).format(a=w.matrix(), b=w.matrix(), n=w.number())
     if w.chance(40):
         w.emit(f"{w.matrix()} = {value}")
