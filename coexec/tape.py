@@ -381,7 +381,7 @@ class _CoexecutionSession(_Session):
             {name: functools.partial(made, self.runner) for name, made in shortcuts.items()},
             self._callbacks.apply,
         )
-        self._callbacks.mode = self.runner
+        self._callbacks.mode, self._callbacks.give_up = self.runner, self.runner.give_up
         enter(self._watch)
         enter(self.runner)
 

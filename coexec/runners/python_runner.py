@@ -11,6 +11,7 @@ matched, so giving up needs no undo: see `fallback`.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -43,7 +44,7 @@ from coexec.runners.sizes import Sizes
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.callbacks import CalledBack, go_on
+from coexec.tracegraph.callbacks import CalledBack, go_on, hooked
 from coexec.tracegraph.exposed import expose
 from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding, is_shaped_by_data
 from coexec.tracegraph.live import Way, bound_of
@@ -141,6 +142,11 @@ class PythonRunner(EnteredNatively):
         return self.callbacks.drive(
             function, args, kwargs, answer, lambda returned: self._go_on(returned, location), self._raised
         )
+
+    def give_up(self, why: str) -> None:
+        """Makes the iteration eager for what no event shows."""
+        if self._eager is None:
+            self.fall_back(Mismatch("CX0109", why))
 
     def _go_on(self, returned: Any, location: int) -> Any:
         """Lets a backward pass go on with what code of the user returned."""
@@ -292,10 +298,18 @@ class PythonRunner(EnteredNatively):
             returned = function(*args, **kwargs)
             self.iteration.records.append(FlagRecord(args[0], before, args[0].requires_grad))
             return returned
+        if function is functions.REGISTER_HOOK and len(args) == 2 and self._has_history(args[0]):
+            tensor, hook = args
+            event = functools.partial(self._event, hooked, *calls.flatten((tensor,), None), location)
+            return self.callbacks.register_hook(hook, event)
         tensors, numbers, key = calls.flatten(args, kwargs)
         if functions.is_data(function, tensors, key):
             return function(*args, **kwargs)
         return self._event(function, tensors, numbers, key, location)
+
+    def _has_history(self, tensor: torch.Tensor) -> bool:
+        symbol = self.iteration.symbols.get(id(tensor))
+        return symbol is not None and symbol.history is not None
 
     def _catch_up_before(self, function: Any, tensors: Iterable[torch.Tensor]) -> None:
         """Waits for the iteration before if a call needs more of it than the tensors that both use."""

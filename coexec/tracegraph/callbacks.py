@@ -4,6 +4,7 @@ The forward of a custom `torch.autograd.Function` is code of the user, and so is
 both are events like any others. Between them stand events that no Python function makes, only named here:
 
 - `Applied(function)`: from here on, the outputs of the function's forward have its autograd node;
+- `hooked`: from here on, the tensor has a hook;
 - the backward pass, which returns a `CalledBack` where it has to call the user: what is behind that, `go_on`
   with what the user returned, is an event of its own, and may return another `CalledBack`.
 
@@ -52,4 +53,10 @@ def go_on(gradients: Any) -> NoReturn:
     raise RuntimeError("go_on is an event, and no function to be called")
 
 
+def hooked(tensor: torch.Tensor) -> NoReturn:
+    """The event that registers a hook on a tensor."""
+    raise RuntimeError("hooked is an event, and no function to be called")
+
+
+hooked.__module__ = "Tensor"
 go_on.__module__ = "torch.autograd"  # where a reader of a TraceGraph expects it

@@ -105,6 +105,9 @@ GET_GRAD_FN = _GRAD_FN.__get__
 #: Setters that events can describe; all other setters change what no event shows.
 _SETTERS = ("grad", "data", "requires_grad")
 
+#: Registers a hook; on a tensor that the block computes, that is an event.
+REGISTER_HOOK: Callable[..., Any] = Tensor.register_hook
+
 #: Change or show something of a tensor that is neither value nor metadata.
 UNSUPPORTED: frozenset[Callable[..., Any]] = frozenset(
     {getattr(Tensor, n).__set__ for n in dir(Tensor) if n not in _SETTERS and _is_getset(n)}

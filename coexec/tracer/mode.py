@@ -15,7 +15,7 @@ from coexec._native.entry import EnteredNatively
 from coexec.callbacks.iteration import Callbacks
 from coexec.location import locate
 from coexec.tracegraph import calls, functions
-from coexec.tracegraph.callbacks import CalledBack, go_on
+from coexec.tracegraph.callbacks import CalledBack, go_on, hooked
 from coexec.tracer.recorder import Recorder
 
 _UNRECORDED = (
@@ -54,6 +54,9 @@ class TracingMode(EnteredNatively):
             returned = function(*args, **kwargs)
             self.recorder.refresh(args[0])
             return returned
+        if function is functions.REGISTER_HOOK and len(args) == 2 and self.recorder.is_computed(args[0]):
+            tensor, hook = args
+            return self.callbacks.register_hook(hook, lambda: self._event(hooked, (tensor,), {}, location))
         if function == functions.GET_GRAD_FN:
             node = function(*args, **kwargs)
             if node is not None:

@@ -205,6 +205,11 @@ class Recorder(OwnMode, TorchDispatchMode):
             return False
         return not self._memory.is_computed(storage_id(tensor))
 
+    def is_computed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a history that begins in the iteration."""
+        known = self.known(tensor)
+        return known is not None and known.history is not None
+
     def known(self, tensor: torch.Tensor) -> _Known | None:
         """What is known of a tensor object."""
         known = self._known.get(id(tensor))

@@ -511,3 +511,101 @@ def test_threads_of_the_engine_end():
 
     compare(linear, step, 12)
     assert not [t for t in threading.enumerate() if t.name == "coexec backward"]
+
+
+# --- hooks ------------------------------------------------------------------------------------------
+
+
+HOOKS = {
+    "halves": lambda s, y: y.register_hook(lambda g: g * 0.5),
+    "looks": lambda s, y: y.register_hook(lambda g: s.log.append(g.norm().item())),
+    "keeps": lambda s, y: y.register_hook(lambda g: s.log.append(g)),
+    "uses the tensor": lambda s, y: y.register_hook(lambda g: g * y.detach().tanh()),
+    "draws": lambda s, y: y.register_hook(lambda g: g + torch.randn_like(g)),
+    "two": lambda s, y: (y.register_hook(lambda g: g + 1), y.register_hook(lambda g: g.clamp(max=1.01))),
+}
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_is_co_executed(name, options):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            y = s.model(x)
+            HOOKS[name](s, y)
+            train(s, Swish.apply(y).square().sum() + y.sum())
+
+    coexecuted(compare(linear, step, 10, **options), 6)
+
+
+def test_a_hook_that_is_removed_behind_the_backward_pass():
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            y = s.model(x)
+            handle = y.register_hook(lambda g: g * 0.5)
+            train(s, y.square().sum())
+            handle.remove()
+
+    coexecuted(compare(linear, step, 10), 6)
+
+
+@pytest.mark.parametrize("when", [{1, 2}, {6, 8}, set(range(12))], ids=str)
+def test_a_hook_that_is_removed_before_the_backward_pass_is_not_called(when):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            y = s.model(x)
+            handle = y.register_hook(lambda g: s.log.append(k))
+            if k in when:
+                handle.remove()
+            train(s, y.square().sum())
+
+    compare(linear, step, 12)
+
+
+def test_hooks_come_and_go():
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            y = s.model(x).tanh()
+            if k % 5 in (0, 2):
+                y.register_hook(lambda g: g * 0.5)
+            if k % 7 == 6:
+                y.register_hook(lambda g: print(g.shape))
+            train(s, y.square().sum())
+
+    coexecuted(compare(linear, step, 24), 12)
+
+
+def test_an_exception_in_a_hook_leaves_the_state_that_eager_leaves():
+    def step(s, k, tape):
+        def check(g):
+            if k in (5, 7):
+                raise RuntimeError("not this one")
+
+        x = torch.randn(5, 4)
+        with tape():
+            s.optimizer.zero_grad()
+            y = s.model(x)
+            y.register_hook(check)
+            (y.square().sum() + s.model.bias.sum()).backward()
+            s.optimizer.step()
+
+    report = compare(linear, step, 12)
+    assert report.steps.get("co-execution", 0) >= 2, report.summary()
+
+
+def test_a_hook_of_a_tensor_that_is_kept_can_be_removed_behind_the_block():
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            y = s.model(x)
+            s.handle = y.register_hook(lambda g: g * 0.5)
+            train(s, y.square().sum())
+            s.log.append(y.detach())
+        s.handle.remove()
+        del s.handle
+
+    coexecuted(compare(linear, step, 10), 6)
