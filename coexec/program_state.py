@@ -34,7 +34,7 @@ from coexec.runners.pending import Pending
 from coexec.runners.skeleton import Skeleton, make_skeleton
 from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.live import Way, live
-from coexec.tracegraph.merge import merge
+from coexec.tracegraph.merge import agree_on_hooks, merge
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.symbolic import SharedShadow
 from coexec.tracegraph.trace import Trace
@@ -176,6 +176,7 @@ class ProgramState:
         self._holds_memory = True
         before = self.graph
         began = time.perf_counter()
+        self.traces = [t for t in self.traces if agree_on_hooks(t, trace)]
         merged = merge([*self.traces, trace])
         self._merge_s, self._dynamic_s = time.perf_counter() - began, 0.0
         if self.options.check:

@@ -382,6 +382,7 @@ class _CoexecutionSession(_Session):
             self._callbacks.apply,
         )
         self._callbacks.mode, self._callbacks.give_up = self.runner, self.runner.give_up
+        self._callbacks.leaf = self.runner.leaf
         enter(self._watch)
         enter(self.runner)
 

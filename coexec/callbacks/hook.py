@@ -1,7 +1,7 @@
-"""One hook on a tensor of the block.
+"""One hook on a tensor.
 
-In:  the function of the user.
-Out: a handle, as `Tensor.register_hook` returns it; the function is called when autograd or the program asks.
+In:  the function of the user, which was registered in the block, or on a leaf before it.
+Out: calls of the function, when autograd or the program asks for them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from coexec.tracegraph.calls import hooks_of
 
 if TYPE_CHECKING:
     from coexec.callbacks.iteration import Callbacks
@@ -74,3 +76,63 @@ class Handle(RemovableHandle):
     def remove(self) -> None:
         """Removes the hook."""
         self._hook.remove()
+
+
+class LeafHook:
+    """A hook on an external leaf, by its place among the leaf's hooks.
+
+    Attributes:
+        name: names it across traces.
+    """
+
+    def __init__(self, owner: Callbacks, uid: int, leaf: torch.Tensor, kind: str, place: int) -> None:
+        self.name = f"{uid} {kind} {place}"
+        self.spent = False  # it belongs to the leaf, and can be called at any time
+        self._owner = owner
+        self._leaf = leaf
+        self._takes_leaf = kind == _BEHIND
+        with torch._C.DisableTorchFunction():
+            hooks = getattr(leaf, _HOOKS[kind])
+        self._hooks: dict[int, Any] = hooks
+        self._key = list(hooks)[place]
+        self._function = hooks[self._key]
+        self._stand_in: Any = None
+
+    @classmethod
+    def named(cls, owner: Callbacks, name: str, leaf: Callable[[int], torch.Tensor]) -> LeafHook:
+        """The hook of that name; `leaf` finds the leaf."""
+        uid, kind, place = name.split()
+        return cls(owner, int(uid), leaf(int(uid)), kind, int(place))
+
+    def take_place(self) -> None:
+        """Has the engine stop before it calls the user's function."""
+        self._stand_in = self._hooks[self._key] = self._called_back
+
+    def put_back(self) -> None:
+        """Has the engine call the user's function again."""
+        if self._hooks.get(self._key) is self._stand_in:
+            self._hooks[self._key] = self._function
+
+    def run(self, gradients: Sequence[Any]) -> Any:
+        """Calls the user's function."""
+        return self._function(self._leaf) if self._takes_leaf else self._function(*gradients)
+
+    def _called_back(self, tensor: torch.Tensor) -> Any:
+        gradients = () if self._takes_leaf else (tensor,)
+        return self._owner.call_back(self, gradients) if self._owner.is_stepping else self.run(gradients)
+
+
+_BEHIND = "behind"
+_HOOKS = {"gradient": "_backward_hooks", _BEHIND: "_post_accumulate_grad_hooks"}
+
+
+def stand_ins(owner: Callbacks, uid: int, leaf: torch.Tensor) -> dict[str, LeafHook]:
+    """Puts stand-ins in the places of all hooks of a leaf; returns them by name."""
+    made = [
+        LeafHook(owner, uid, leaf, kind, place)
+        for kind, count in zip(_HOOKS, hooks_of(leaf), strict=True)
+        for place in range(count)
+    ]
+    for hook in made:
+        hook.take_place()
+    return {hook.name: hook for hook in made}

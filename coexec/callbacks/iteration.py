@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function
 from coexec._private import WithoutModes, alias_of, is_inmost
 from coexec.callbacks.call import Call
 from coexec.callbacks.context import is_documented
-from coexec.callbacks.hook import Handle, Hook
+from coexec.callbacks.hook import Handle, Hook, LeafHook, stand_ins
 from coexec.callbacks.stepped import SteppedBackward
 from coexec.tracegraph import functions
 from coexec.tracegraph.ambient import ambient
@@ -30,6 +30,9 @@ Function = torch.autograd.Function
 
 #: Lets a backward pass go on with what the user returned, and returns what it returns then.
 Advance = Callable[[Any], Any]
+
+
+Callback = Call | Hook | LeafHook
 
 
 class Mode(Protocol):
@@ -53,6 +56,9 @@ class Recorder(Protocol):
     def fail(self, id_: str, detail: str) -> None:
         """Gives the recording up."""
 
+    def hooked_leaves(self) -> dict[int, torch.Tensor]:
+        """External tensors with hooks, by what names them across traces."""
+
     def on_another_thread(self) -> AbstractContextManager[None]:
         """Records what another thread does."""
 
@@ -64,10 +70,13 @@ class Callbacks:
         mode: the function mode that is active in the block.
         recorder: records the iteration, if it is traced or has fallen back.
         give_up: makes a co-executed iteration eager, for a reason.
+        leaf: finds a leaf in a co-executed iteration, by what names it across traces.
     """
 
     def __init__(self) -> None:
         self.give_up: Callable[[str], None] | None = None
+        self.leaf: Callable[[int], torch.Tensor] | None = None
+        self._leaf_hooks: dict[str, LeafHook] = {}  # while the engine runs
         self.mode: Mode | None = None
         self.recorder: Recorder | None = None
         self._thread = threading.get_ident()
@@ -124,7 +133,7 @@ class Callbacks:
             return self._attach
         if function is go_on:
             return self._go_on
-        if function in functions.BACKWARD and self._attached:
+        if function in functions.BACKWARD and (self._attached or self._hooked_leaves()):
             return lambda *args, **kwargs: self._start(function, args, kwargs)
         return None
 
@@ -142,6 +151,9 @@ class Callbacks:
     def _start(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _given("create_graph", function, args, kwargs) or not self._is_recording():
             return function(*args, **kwargs)
+        if not self._passes:
+            for uid, leaf in self._hooked_leaves().items():
+                self._leaf_hooks |= stand_ins(self, uid, leaf)
         self._passes.append(SteppedBackward())
         assert self.recorder is not None
         modes = self.recorder.on_another_thread()
@@ -163,7 +175,18 @@ class Callbacks:
             return answer
         finally:
             if ended:
-                self._passes.pop()
+                self._pass_ended()
+
+    def _pass_ended(self) -> SteppedBackward:
+        ended = self._passes.pop()
+        if not self._passes:
+            for hook in self._leaf_hooks.values():
+                hook.put_back()
+            self._leaf_hooks.clear()
+        return ended
+
+    def _hooked_leaves(self) -> dict[int, torch.Tensor]:
+        return {} if self.recorder is None else self.recorder.hooked_leaves()
 
     # --- backward -----------------------------------------------------------------------------------
 
@@ -172,11 +195,12 @@ class Callbacks:
         """Whether the engine, on the thread that asks, belongs to a pass that the program steps through."""
         return bool(self._passes) and threading.get_ident() != self._thread
 
-    def call_back(self, callback: Call | Hook, gradients: Sequence[Any]) -> Any:
+    def call_back(self, callback: Callback, gradients: Sequence[Any]) -> Any:
         """Has the program call the user's function; is called on a thread of the engine."""
+        name = callback.name if isinstance(callback, LeafHook) else str(self._all.index(callback))
         with WithoutModes():  # objects that Python does not know already; nothing is computed
             own = [None if g is None else alias_of(g) for g in gradients]
-        return self._passes[-1].call_back(CalledBack((str(self._all.index(callback)), *own)))
+        return self._passes[-1].call_back(CalledBack((name, *own)))
 
     def drive(
         self, function: Any, args: Any, kwargs: Any, answer: Any, advance: Advance, raised: Callable[[], None]
@@ -193,8 +217,8 @@ class Callbacks:
         """
         frees = not _given("retain_graph", function, args, kwargs)
         while answer.__class__ is CalledBack:
-            number, *gradients = answer
-            callback = self._all[int(number)]
+            name, *gradients = answer
+            callback = self._find(name)
             try:
                 returned = self._run(callback, gradients)
             except BaseException as error:
@@ -205,7 +229,16 @@ class Callbacks:
             answer = advance(returned)
         return answer
 
-    def _run(self, callback: Call | Hook, gradients: Sequence[Any]) -> Any:
+    def _find(self, name: str) -> Callback:
+        if name.isdigit():
+            return self._all[int(name)]
+        found = self._leaf_hooks.get(name)
+        if found is None:
+            assert self.leaf is not None
+            found = LeafHook.named(self, name, self.leaf)
+        return found
+
+    def _run(self, callback: Callback, gradients: Sequence[Any]) -> Any:
         assert self.mode is not None
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
@@ -218,7 +251,7 @@ class Callbacks:
     def throw(self, error: BaseException) -> None:
         """Ends the innermost backward pass, if the engine runs one, by what the user's code raised."""
         if self._passes:
-            self._passes.pop().throw(error)
+            self._pass_ended().throw(error)
 
     # --- the end --------------------------------------------------------------------------------------
 
@@ -234,7 +267,7 @@ class Callbacks:
         for callback in self._all:
             callback.part()
         self._all.clear()
-        self.mode = self.recorder = self.give_up = None
+        self.mode = self.recorder = self.give_up = self.leaf = None
 
 
 def _given(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

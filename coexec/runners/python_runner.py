@@ -390,12 +390,18 @@ class PythonRunner(EnteredNatively):
                 raise Mismatch("CX0114", "an array that a tensor was made of was written")
 
     def _check_hooks(self) -> None:
-        """A hook that was added since the traces would have to be called in the backward pass."""
-        for tensor in (*self.iteration.captured, *self.iteration.fed.values()):
-            if tensor is None or not tensor.requires_grad:
-                continue
-            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-                raise Mismatch("CX0112", "a leaf tensor has hooks")
+        """Leaves have the hooks that traces have called, and no others."""
+        hooks = zip(self.iteration.captured, self.skeleton.graph.hooks, strict=True)
+        fed = ((t, (0, 0)) for t in self.iteration.fed.values())
+        for tensor, known in (*hooks, *fed):
+            if tensor is not None and tensor.requires_grad and calls.hooks_of(tensor) != known:
+                raise Mismatch("CX0112", "a leaf tensor has other hooks than in the traces")
+
+    def leaf(self, uid: int) -> torch.Tensor:
+        """The external tensor that traces name so."""
+        leaf = self.iteration.captured[self.skeleton.graph.captured.index(uid)]
+        assert leaf is not None  # others have no hooks: see `_check_hooks`
+        return leaf
 
     def _alternative(
         self, node: Node, tensors: list[torch.Tensor], numbers: list[Number]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from coexec.tracegraph.trace import Number, TensorMeta
+from coexec.tracegraph.trace import Hooks, Number, TensorMeta
 
 NAN = float("nan")  # one object, so that keys and templates that hold it are equal to themselves
 
@@ -243,6 +243,11 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
         tensor.requires_grad,
         _is_leaf(tensor),
     )
+
+
+def hooks_of(tensor: torch.Tensor) -> Hooks:
+    """How many hooks a leaf has (call it where torch functions are not intercepted)."""
+    return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
 
 
 #: Traces hold thousands of metadata, few of them different.

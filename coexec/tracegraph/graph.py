@@ -22,6 +22,7 @@ from coexec.tracegraph.trace import (
     Computed,
     Constant,
     Grad,
+    Hooks,
     Kind,
     Number,
     Operation,
@@ -169,6 +170,7 @@ class TraceGraph:
         traces: how many traces were merged.
         symbols: what each symbol in sizes may be.
         visits: what traces with symbolic sizes came by, and with which sizes.
+        hooks: how many hooks each captured tensor has.
         general: whether the latest trace differs from others in sizes only, all of which are symbolic.
     """
 
@@ -179,6 +181,7 @@ class TraceGraph:
     traces: int
     symbols: tuple[Symbol, ...] = ()
     visits: tuple[Visit, ...] = ()
+    hooks: tuple[Hooks, ...] = ()
     general: bool = False
 
     def __str__(self) -> str:

@@ -56,6 +56,7 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
     parameters = {e.uid for t in traces for e in t.externals if e.parameter}
     exposed = {e.uid for t in traces for e in t.externals if e.exposed}
     captured = {uid for uid, n in seen.items() if n > 1 or uid in parameters} - exposed - _restrided(traces)
+    hooks = {e.uid: e.hooks for t in traces for e in t.externals}
     path_dependent: set[tuple[object, ...]] = set()
     while True:
         builder = _Builder(captured, path_dependent)
@@ -65,10 +66,20 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
         if not conflicting and not builder.ambiguous:
             graph = builder.freeze(len(traces))
             return replace(
-                graph, symbols=general.symbols, visits=_visits(builder, general), general=general.latest
+                graph,
+                symbols=general.symbols,
+                visits=_visits(builder, general),
+                hooks=tuple(hooks[uid] for uid in graph.captured),
+                general=general.latest,
             )
         captured -= conflicting
         path_dependent |= builder.ambiguous
+
+
+def agree_on_hooks(trace: Trace, other: Trace) -> bool:
+    """Whether two traces found the same hooks on the tensors that both use: backward passes are alike then."""
+    hooks = {e.uid: e.hooks for e in trace.externals}
+    return all(hooks.get(e.uid, e.hooks) == e.hooks for e in other.externals)
 
 
 def _restrided(traces: Sequence[Trace]) -> set[int]:

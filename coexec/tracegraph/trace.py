@@ -214,6 +214,10 @@ class Event:
         return Computed(number, value.operation, value.result)
 
 
+#: How many hooks a leaf has: on its gradient, and behind the accumulation of it.
+Hooks = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class ExternalTensor:
     """A tensor from outside: `uid` names the object, `storage` its memory, across traces."""
@@ -223,6 +227,7 @@ class ExternalTensor:
     meta: TensorMeta
     parameter: bool  #: an `nn.Parameter`, which programs use in every iteration
     exposed: bool  #: memory that NumPy may know, and could write to between two calls
+    hooks: Hooks = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

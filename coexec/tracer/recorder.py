@@ -46,6 +46,7 @@ from coexec.tracegraph.trace import (
     External,
     ExternalTensor,
     Grad,
+    Hooks,
     Input,
     Kind,
     Local,
@@ -400,8 +401,6 @@ class Recorder(OwnMode, TorchDispatchMode):
             raise Untraceable("CX0107", f"a tensor has layout {tensor.layout}")
         if tensor.requires_grad and not tensor.is_leaf:
             raise Untraceable("CX0104", "a tensor with autograd history was made before the block")
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-            raise Untraceable("CX0112", "a tensor has hooks")
         return self._external(tensor)
 
     def _external(self, tensor: torch.Tensor) -> External:
@@ -413,7 +412,8 @@ class Recorder(OwnMode, TorchDispatchMode):
         parameter = isinstance(tensor, torch.nn.Parameter)
         uid = self._identities.uid(tensor)
         exposed = is_exposed(tensor)
-        self._externals.append(ExternalTensor(uid, storage_id(tensor), meta, parameter, exposed))
+        hooks = calls.hooks_of(tensor)
+        self._externals.append(ExternalTensor(uid, storage_id(tensor), meta, parameter, exposed, hooks))
         if exposed:
             with WithoutModes():
                 self._inputs.append(expose(tensor, tensor))
@@ -469,12 +469,27 @@ class Recorder(OwnMode, TorchDispatchMode):
         for known in list(self._known.values()):
             tensor = known.reference()
             if tensor is not None and tensor.requires_grad and _node(tensor) is None:
-                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-                    raise Untraceable("CX0112", "a leaf tensor has hooks")
+                if calls.hooks_of(tensor) != self._hooks_of(known.binding):
+                    raise Untraceable("CX0112", "a leaf tensor has got hooks in the block")
                 grad = tensor.grad
                 if grad is not None:
                     self._bind_grad(grad)  # the backward pass may add to it
                 leaves.append((tensor, grad, -1 if grad is None else grad._version))
+        return leaves
+
+    def _hooks_of(self, binding: Binding) -> Hooks:
+        """How many hooks a leaf has, as far as traces say."""
+        return self._externals[binding.index].hooks if isinstance(binding, External) else (0, 0)
+
+    def hooked_leaves(self) -> dict[int, torch.Tensor]:
+        """External tensors with hooks, by what names them across traces."""
+        leaves = {}
+        for known in self._known.values():
+            tensor = known.reference()
+            if tensor is not None and isinstance(known.binding, External):
+                external = self._externals[known.binding.index]
+                if any(external.hooks):
+                    leaves[external.uid] = tensor
         return leaves
 
     def _new_grads(

@@ -609,3 +609,101 @@ def test_a_hook_of_a_tensor_that_is_kept_can_be_removed_behind_the_block():
         del s.handle
 
     coexecuted(compare(linear, step, 10), 6)
+
+
+# --- hooks on leaves ----------------------------------------------------------------------------------
+
+
+def _with_hooks(kind):
+    def make():
+        state = linear()
+        state.calls = []
+        weight, bias = state.model.weight, state.model.bias
+        if kind == "on the gradient":
+            weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+            bias.register_hook(lambda g: state.calls.append(g.norm().item()))
+            bias.register_hook(lambda g: g * 0.5)
+        elif kind == "behind the accumulation":
+            weight.register_post_accumulate_grad_hook(lambda p: state.calls.append(p.grad.norm().item()))
+            bias.register_post_accumulate_grad_hook(lambda p: None if p.grad.mul_(0.5) is None else None)
+        elif kind == "an optimizer in the backward pass":
+            for p in state.model.parameters():
+                mine = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+
+                def update(p, mine=mine):
+                    mine.step()
+                    mine.zero_grad()
+
+                p.register_post_accumulate_grad_hook(update)
+        return state
+
+    return make
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "kind", ["on the gradient", "behind the accumulation", "an optimizer in the backward pass"]
+)
+def test_hooks_of_parameters_are_co_executed(kind, options):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            if kind == "an optimizer in the backward pass":
+                s.model(x).square().mean().backward()
+            else:
+                train(s, s.model(x).square().mean())
+
+    coexecuted(compare(_with_hooks(kind), step, 12, **options), 6)
+
+
+def test_hooks_of_parameters_come_and_go_between_steps():
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        if k == 5:
+            s.handle = s.model.weight.register_hook(lambda g: g * 0.5)
+            s.other = s.model.bias.register_hook(lambda g: s.log.append(k))
+        if k == 10:
+            s.handle.remove()
+            s.other.remove()
+            del s.handle, s.other
+        with tape():
+            train(s, s.model(x).square().mean())
+
+    coexecuted(compare(linear, step, 20), 8)
+
+
+@pytest.mark.parametrize("kind", ["on the gradient", "behind the accumulation"])
+def test_an_iteration_with_hooks_of_parameters_falls_back(kind):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, Swish.apply(s.model(x)).square().mean())
+            if k % 5 == 4:
+                s.log.append(s.model.weight.norm().item())
+
+    report = compare(_with_hooks(kind), step, 16)
+    coexecuted(report, 6)
+    assert report.fallbacks == 1
+
+
+def test_a_hook_of_a_parameter_that_raises_leaves_the_state_that_eager_leaves():
+    def make():
+        state = linear()
+
+        def check(p):
+            if len(state.log) in (5, 7):
+                raise RuntimeError("not this one")
+
+        state.model.weight.register_post_accumulate_grad_hook(check)
+        return state
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        s.log.append(k)
+        with tape():
+            s.optimizer.zero_grad()
+            s.model(x).square().mean().backward()
+            s.optimizer.step()
+
+    report = compare(make, step, 12)
+    assert report.steps.get("co-execution", 0) >= 2, report.summary()
