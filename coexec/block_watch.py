@@ -3,8 +3,8 @@
 In:  a callback for each thread that is in a block.
 Out: a context in which calls of these kinds on that thread call it first:
 
-- functions of `torch.random` (`manual_seed`, `get_rng_state`, `fork_rng`): the GraphRunner draws random
-  numbers while Python runs ahead, so the state that Python would see is not eager's;
+- functions of `torch.random` (`seed`, `initial_seed`, and without the native module all others): the GraphRunner
+  draws random numbers while Python runs ahead, so the state that Python would see is not eager's;
 - the `apply` of an autograd function, functions and methods of TorchScript, `to_dlpack`, `nn.Parameter(...)`,
   `Tensor._make_subclass` and `Tensor.as_subclass`: their C++ code would keep hold of a placeholder;
 - operators for control flow, as `torch.cond`: Dynamo would look into coexec's modes;
@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 
 from coexec._private import (
     AUTOGRAD_APPLY,
@@ -37,9 +38,11 @@ from coexec._private import (
     EXPORTS,
     SCRIPTED,
     TRANSFORM_ENTRIES,
+    is_inmost,
     is_left_alone,
 )
 from coexec.tracegraph.optimizers import ORIGINALS, Functional
+from coexec.tracegraph.random_state import EVENTS
 
 
 class Watched(enum.Enum):
@@ -91,7 +94,7 @@ class BlockWatch:
 
     `optimizing(form, arguments, keyword arguments)` makes the updates of optimizers, `methods` by name
     what they do to gradients, and `applying(function, arguments)` the calls of custom autograd functions, if
-    these are given.
+    these are given. With `orders_draws`, seeing and setting random state are torch calls.
     """
 
     def __init__(
@@ -100,11 +103,14 @@ class BlockWatch:
         optimizing: Optimizing | None = None,
         methods: Mapping[str, Method] = _NO_METHODS,
         applying: Applying | None = None,
+        *,
+        orders_draws: bool = False,
     ) -> None:
         self.called = called
         self.optimizing = optimizing
         self.methods = methods
         self.applying = applying
+        self.orders_draws = orders_draws
 
     def __enter__(self) -> BlockWatch:
         with _lock:
@@ -131,8 +137,22 @@ def _report(
 
 class _Generator:
     def __getattr__(self, name: str) -> Any:
+        watch = _watches.get(threading.get_ident())
+        if watch is not None and watch.orders_draws and name in EVENTS and is_inmost():
+            return functools.partial(_random_event, name)
         with _report(Watched.RANDOM, f"the default generator's {name}"):
             return getattr(torch.default_generator, name)
+
+
+def _random_event(name: str, *args: Any) -> Any:
+    """Calls a method of the default generator in the order of draws."""
+    if name == "manual_seed":
+        [seed] = args
+        if seed.__class__ is not int or not -(2**63) <= seed < 2**64:
+            return torch.default_generator.manual_seed(seed)  # the error that it is
+        args = (torch.tensor(seed - 2**64 if seed >= 2**63 else seed),)
+    returned = handle_torch_function(EVENTS[name], (), *args)
+    return torch.default_generator if returned is None else returned
 
 
 def _watched_apply(found: Any) -> Any:

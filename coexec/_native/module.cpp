@@ -70,6 +70,25 @@ std::tuple<at::Tensor, at::Tensor> bernoulli(
   return {token.clone(), drawn};
 }
 
+// The default generator's methods, as operations in the order of draws.
+at::Tensor rng_state() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_rng_state(const at::Tensor& state) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+
+void seed_rng(const at::Tensor& seed) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_current_seed(static_cast<uint64_t>(seed.item<int64_t>()));
+}
+
 c10::IValue to_message(const py::object& value) {
   if (THPVariable_Check(value.ptr())) return THPVariable_Unpack(value.ptr());
   if (PyFloat_Check(value.ptr())) return PyFloat_AS_DOUBLE(value.ptr());
@@ -91,6 +110,10 @@ TORCH_LIBRARY(coexec, m) {
   m.def("fetch(Tensor token, Tensor value, int slot) -> Tensor");
   m.def("bernoulli(Tensor token, int[] geometry, int scalar_type, float p) -> (Tensor, Tensor)");
   m.def("bernoulli_of_any_size(Tensor token, SymInt[] geometry, int scalar_type, float p) -> (Tensor, Tensor)");
+  const std::vector<at::Tag> draws{at::Tag::nondeterministic_seeded};
+  m.def(torch::schema("rng_state() -> Tensor"), draws);
+  m.def(torch::schema("set_rng_state(Tensor state) -> ()"), draws);
+  m.def(torch::schema("seed_rng(Tensor seed) -> ()"), draws);
 }
 
 TORCH_LIBRARY_IMPL(coexec, CompositeExplicitAutograd, m) {
@@ -99,6 +122,9 @@ TORCH_LIBRARY_IMPL(coexec, CompositeExplicitAutograd, m) {
   m.impl("fetch", fetch);
   m.impl("bernoulli", bernoulli);
   m.impl("bernoulli_of_any_size", bernoulli);
+  m.impl("rng_state", rng_state);
+  m.impl("set_rng_state", set_rng_state);
+  m.impl("seed_rng", seed_rng);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -30,6 +30,7 @@ from coexec.executors.sizes import SizeNodes, symbols_of
 from coexec.tracegraph.instructions import reads, writes
 from coexec.tracegraph.numbers import is_number
 from coexec.tracegraph.program import Call, Feed, Fetch, Instruction, Move, Reg, When
+from coexec.tracegraph.random_state import OPERATIONS
 from coexec.tracegraph.schema import by_schema
 from coexec.tracegraph.sizes import Size, varies
 from coexec.tracegraph.trace import TensorMeta
@@ -50,7 +51,7 @@ _LONG = {
 _NEVER_COMPILED = {
     getattr(torch.ops.aten, name, None)
     for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
-}
+} | OPERATIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from coexec import callbacks
 from coexec._private import MODE_WRAPPER_FILES, TORCH_DIRECTORY
 from coexec.tracegraph import calls, functions
-from coexec.tracegraph.optimizers import Update
 from coexec.tracegraph.trace import Input, Local, Operation, Result, Value
 
-CALLBACKS = os.path.dirname(os.path.abspath(callbacks.__file__)) + os.sep
+#: Where coexec is.
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +30,8 @@ class Between:
     complete: bool
 
     def outside_of_torch(self) -> CodeType | None:
-        """The first code that is neither PyTorch's own nor what makes an event of coexec's."""
-        others = (c for c in self.codes if c is not Update.__call__.__code__)
-        return next((c for c in others if not c.co_filename.startswith((TORCH_DIRECTORY, CALLBACKS))), None)
+        """The first code that is neither PyTorch's own nor coexec's."""
+        return next((c for c in self.codes if not c.co_filename.startswith((TORCH_DIRECTORY, PACKAGE))), None)
 
 
 def frames_between(outermost: Container[CodeType]) -> Between | None:
