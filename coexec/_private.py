@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import checkpoint as _checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
@@ -243,6 +245,27 @@ def has_setup_context(function: type[torch.autograd.Function]) -> bool:
     return bool(torch.autograd.function._is_setup_context_defined(function.setup_context))
 
 
+#: What PyTorch makes for a checkpoint, the region in which it saves nothing, and how it stops a recomputation.
+CheckpointFrame: Any = _checkpoint._CheckpointFrame
+CheckpointRegion: Any = _checkpoint._checkpoint_hook
+StopRecomputing: type[Exception] = _checkpoint._StopRecomputationError
+
+#: Whether a frame saves its inputs by itself; where it does not, checkpoints are not taken part in.
+FRAMES_SAVE_INPUTS = hasattr(CheckpointFrame, "save_inputs")
+
+#: Where a checkpoint finds these.
+CHECKPOINTS: tuple[Any, str, str] = (_checkpoint, "_CheckpointFrame", "_checkpoint_hook")
+
+
+def top_saving_hooks() -> tuple[Any, Any]:
+    """The functions that pack and unpack what autograd saves."""
+    hooks: tuple[Any, Any] = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+#: Packing functions that events show.
+own_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
+
 #: The base of autograd functions whose `apply` is the one of C++, and that one.
 AUTOGRAD_FUNCTION: Any = torch.autograd.function._SingleLevelFunction
 AUTOGRAD_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]
@@ -277,10 +300,11 @@ TRANSFORM_ENTRIES = tuple(
 
 
 def transform_depth(own_modes: int) -> tuple[int, bool]:
-    """Dispatch modes and functorch levels that are active, and whether saved tensors are packed."""
+    """Dispatch modes and functorch levels that are active, and whether saved tensors are packed unseen."""
     depth: int = torch._C._len_torch_dispatch_stack() - own_modes
     level: int = torch._C._functorch.maybe_current_level() or 0
-    packing = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    packing = hooks is not None and hooks[0] not in own_hooks
     return depth * 1000 + level, packing
 
 

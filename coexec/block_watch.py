@@ -34,13 +34,17 @@ from torch.overrides import handle_torch_function
 from coexec._private import (
     AUTOGRAD_APPLY,
     AUTOGRAD_FUNCTION,
+    CHECKPOINTS,
     CONTROL_FLOW,
     EXPORTS,
+    FRAMES_SAVE_INPUTS,
     SCRIPTED,
     TRANSFORM_ENTRIES,
     is_inmost,
     is_left_alone,
 )
+from coexec.callbacks.checkpoint import Region, frame_of
+from coexec.callbacks.iteration import Callbacks
 from coexec.tracegraph.optimizers import ORIGINALS, Functional
 from coexec.tracegraph.random_state import EVENTS
 
@@ -74,9 +78,6 @@ class MethodCall:
         return self.original(self.optimizer, *self.args, **self.kwargs)
 
 
-#: Makes a call of a custom autograd function; NotImplemented if that is left to PyTorch.
-Applying = Callable[[Any, tuple[Any, ...]], Any]
-
 #: Makes a call of an optimizer's method, in its own way.
 Method = Callable[[MethodCall], Any]
 
@@ -93,8 +94,8 @@ class BlockWatch:
     """A context that reports to `called(kind, name, arguments)` what the current thread calls.
 
     `optimizing(form, arguments, keyword arguments)` makes the updates of optimizers, `methods` by name
-    what they do to gradients, and `applying(function, arguments)` the calls of custom autograd functions, if
-    these are given. With `orders_draws`, seeing and setting random state are torch calls.
+    what they do to gradients, and `callbacks` the calls of custom autograd functions and checkpoints, if these
+    are given. With `orders_draws`, seeing and setting random state are torch calls.
     """
 
     def __init__(
@@ -102,14 +103,14 @@ class BlockWatch:
         called: Callback,
         optimizing: Optimizing | None = None,
         methods: Mapping[str, Method] = _NO_METHODS,
-        applying: Applying | None = None,
+        callbacks: Callbacks | None = None,
         *,
         orders_draws: bool = False,
     ) -> None:
         self.called = called
         self.optimizing = optimizing
         self.methods = methods
-        self.applying = applying
+        self.callbacks = callbacks
         self.orders_draws = orders_draws
 
     def __enter__(self) -> BlockWatch:
@@ -160,14 +161,36 @@ def _watched_apply(found: Any) -> Any:
 
     def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
         watch = _watches.get(threading.get_ident())
-        if watch is not None and watch.applying is not None and apply is AUTOGRAD_APPLY and not kwargs:
-            returned = watch.applying(cls, args)
+        if watch is not None and watch.callbacks is not None and apply is AUTOGRAD_APPLY and not kwargs:
+            returned = watch.callbacks.apply(cls, args)
             if returned is not NotImplemented:
                 return returned
         with _report(Watched.KEEPS, f"{cls.__name__}.apply", args):
             return apply.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(watched)
+
+
+def _watched_frame(original: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        callbacks = _checkpointing()
+        return original(*args, **kwargs) if callbacks is None else frame_of(callbacks, args, kwargs)
+
+    return made
+
+
+def _watched_region(original: Any) -> Any:
+    def made(frame: Any) -> Any:
+        callbacks = _checkpointing()
+        return original(frame) if callbacks is None else Region(callbacks, frame)
+
+    return made
+
+
+def _checkpointing() -> Callbacks | None:
+    """What checkpoints of this thread are events of."""
+    watch = _watches.get(threading.get_ident())
+    return None if watch is None or not (FRAMES_SAVE_INPUTS and is_inmost()) else watch.callbacks
 
 
 def _watched_script(call: Any) -> Any:
@@ -253,6 +276,8 @@ def _places() -> list[_Place]:
         _Place(torch.random, "default_generator", lambda _: _Generator()),
         # What `Function.apply` calls: programs may have got that one before the block.
         _Place(AUTOGRAD_FUNCTION, "apply", _watched_apply),
+        _Place(CHECKPOINTS[0], CHECKPOINTS[1], _watched_frame),
+        _Place(CHECKPOINTS[0], CHECKPOINTS[2], _watched_region),
         *(_Place(kind, "__call__", _watched_script) for kind in SCRIPTED),
         *(calls(owner, name, Watched.KEEPS, "to_dlpack") for owner, name in EXPORTS),
         _Place(torch.nn.Parameter, "__new__", _watched_new),

@@ -264,7 +264,7 @@ class _TracingSession(_Session):
         self._callbacks = Callbacks()
         self.mode = TracingMode(self.recorder, frame, self._callbacks)
         self._callbacks.mode, self._callbacks.recorder = self.mode, self.recorder
-        self._watch = BlockWatch(self._called, state.updates.make, applying=self._callbacks.apply, orders_draws=True)
+        self._watch = BlockWatch(self._called, state.updates.make, callbacks=self._callbacks, orders_draws=True)
         enter(self._watch)
         enter(self.mode)
         enter(self.recorder)
@@ -379,7 +379,7 @@ class _CoexecutionSession(_Session):
             self._called,
             state.updates.make,
             {name: functools.partial(made, self.runner) for name, made in shortcuts.items()},
-            self._callbacks.apply,
+            self._callbacks,
             orders_draws=True,
         )
         self._callbacks.mode, self._callbacks.give_up = self.runner, self.runner.give_up

@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -19,12 +19,13 @@ from torch.overrides import handle_torch_function
 
 from coexec._private import WithoutModes, alias_of, is_inmost
 from coexec.callbacks.call import Call
+from coexec.callbacks.checkpoint import Recomputation
 from coexec.callbacks.context import is_documented
 from coexec.callbacks.hook import Handle, Hook, LeafHook, stand_ins
 from coexec.callbacks.stepped import SteppedBackward
 from coexec.tracegraph import functions
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.callbacks import Applied, CalledBack, applied, go_on, hooked
+from coexec.tracegraph.callbacks import Applied, CalledBack, applied, entered, go_on, hooked, left
 
 Function = torch.autograd.Function
 
@@ -32,7 +33,7 @@ Function = torch.autograd.Function
 Advance = Callable[[Any], Any]
 
 
-Callback = Call | Hook | LeafHook
+Callback = Call | Hook | LeafHook | Recomputation
 
 
 class Mode(Protocol):
@@ -74,13 +75,17 @@ class Callbacks:
     """
 
     def __init__(self) -> None:
-        self.give_up: Callable[[str], None] | None = None
+        self.give_up: Callable[[str, str], None] | None = None
         self.leaf: Callable[[int], torch.Tensor] | None = None
         self._leaf_hooks: dict[str, LeafHook] = {}  # while the engine runs
         self.mode: Mode | None = None
         self.recorder: Recorder | None = None
         self._thread = threading.get_ident()
-        self._all: list[Call | Hook] = []
+        self._all: list[Call | Hook | Recomputation] = []
+        self._regions = 0  # that Python is in
+        self._replays = False
+        self._recomputed: list[Recomputation] = []  # while events are made again
+        self._entered: list[Recomputation] = []  # whose regions autograd is in
         self._attached = 0  # how many of them autograd knows
         self._passes: list[SteppedBackward] = []  # the running backward passes, the innermost last
 
@@ -89,6 +94,9 @@ class Callbacks:
     def apply(self, function: type[Function], args: tuple[Any, ...]) -> Any:
         """Does what `function.apply(*args)` does; NotImplemented if it leaves that to PyTorch."""
         if not is_inmost() or not _is_plain(function):
+            return NotImplemented
+        if self._regions:  # what it saves is computed again when its backward asks for it
+            self._not_described("CX0102", f"{function.__name__}.apply in a checkpoint")
             return NotImplemented
         call = Call(self, function, args)
         grad_mode = torch.is_grad_enabled()
@@ -118,19 +126,36 @@ class Callbacks:
             raise
         return Handle(hook)
 
+    def enter_region(self, recomputation: Recomputation) -> None:
+        """Begins the region of a checkpoint."""
+        self._all.append(recomputation)
+        self._regions += 1
+        handle_torch_function(entered, ())
+
+    def leave_region(self) -> None:
+        """Ends the innermost region."""
+        self._regions -= 1
+        handle_torch_function(left, ())
+
     def hook_removed(self) -> None:
         """A hook is removed that a backward pass may have called."""
+        self._not_described("CX0109", "a hook is removed")
+
+    def _not_described(self, id_: str, what: str) -> None:
+        """Something happens that no event shows, so nothing may be learned of this iteration."""
         if self.give_up is not None:
-            self.give_up("a hook is removed")
-        if self.recorder is not None:  # no event shows it, so nothing may be learned of this iteration
-            self.recorder.fail("CX0109", "a hook is removed")
+            self.give_up(id_, what)
+        if self.recorder is not None:
+            self.recorder.fail(id_, what)
 
     # --- events -------------------------------------------------------------------------------------
 
     def maker(self, function: Any) -> Callable[..., Any] | None:
         """What makes a call that is an event, if that is not the function itself."""
-        if function.__class__ is Applied or function is hooked:
+        if function.__class__ is Applied or function in (hooked, entered):
             return self._attach
+        if function is left:
+            return self._leave
         if function is go_on:
             return self._go_on
         if function in functions.BACKWARD and (self._attached or self._hooked_leaves()):
@@ -146,7 +171,12 @@ class Callbacks:
     def _attach(self, *args: Any) -> Any:
         callback: Any = self._all[self._attached]
         self._attached += 1
+        if isinstance(callback, Recomputation):
+            self._entered.append(callback)
         return callback.attach(*args)
+
+    def _leave(self) -> None:
+        self._entered.pop().region.leave()
 
     def _start(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _given("create_graph", function, args, kwargs) or not self._is_recording():
@@ -164,7 +194,18 @@ class Callbacks:
     def _is_recording(self) -> bool:
         return self.recorder is not None and self.recorder.cause is None
 
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """For the time in which events are made again, those of callbacks among them."""
+        self._replays = True
+        try:
+            yield
+        finally:
+            self._replays = False
+
     def _go_on(self, returned: Any) -> Any:
+        if self._replays and self._recomputed:
+            self._recomputed.pop().end_saving()
         return self._advanced(lambda: self._passes[-1].go_on(returned))
 
     def _advanced(self, advance: Callable[[], Any]) -> Any:
@@ -172,6 +213,11 @@ class Callbacks:
         try:
             answer = advance()
             ended = answer.__class__ is not CalledBack
+            if not ended and self._replays:
+                callback = self._find(answer[0])
+                if isinstance(callback, Recomputation):
+                    callback.begin_saving()
+                    self._recomputed.append(callback)
             return answer
         finally:
             if ended:

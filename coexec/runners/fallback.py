@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from coexec._private import WithoutModes
+from coexec._private import StopRecomputing, WithoutModes
 from coexec.callbacks.iteration import Callbacks
 from coexec.runners.placeholder import realize
 from coexec.runners.python_runner import PythonRunner
@@ -76,7 +76,7 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
     for _, group in itertools.groupby(it.records, key=_state):
         records = list(group)
         state = _state(records[0])
-        with contextlib.nullcontext() if state is None else restored(state):
+        with contextlib.nullcontext() if state is None else restored(state), runner.callbacks.replayed():
             for record in records:
                 if error is not None and not _only_computes(record, failed):
                     failed |= _outputs(record)
@@ -144,9 +144,10 @@ def _run(
                 realize(outputs[grad.output], leaf.grad)
         return calls.build(node.result, outputs, tensors)
 
-    recorder.event(
-        node.function, args, kwargs, record.location, adopt, make=callbacks.maker(node.function)
-    )
+    with contextlib.suppress(StopRecomputing):  # the user's code has seen that
+        recorder.event(
+            node.function, args, kwargs, record.location, adopt, make=callbacks.maker(node.function)
+        )
     callbacks.recorded(node.function, args)
     if record.exposure is not None and record.exposure.alive:
         recorder.fail("CX0114", "an array that shares memory with a tensor is still in use")

@@ -22,7 +22,7 @@ import torch
 
 from coexec._native import core
 from coexec._native.entry import EnteredNatively
-from coexec._private import WithoutModes, enter, is_exclusive, is_exposed, leave
+from coexec._private import StopRecomputing, WithoutModes, enter, is_exclusive, is_exposed, leave
 from coexec.callbacks.iteration import Callbacks
 from coexec.location import locate
 from coexec.runners import random_state
@@ -44,7 +44,7 @@ from coexec.runners.sizes import Sizes
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.callbacks import CalledBack, go_on, hooked
+from coexec.tracegraph.callbacks import UNRETURNED, Stopped, go_on, hooked
 from coexec.tracegraph.exposed import expose
 from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding, is_shaped_by_data
 from coexec.tracegraph.live import Way, bound_of
@@ -137,16 +137,18 @@ class PythonRunner(EnteredNatively):
             self.fall_back(mismatch)
             assert self._eager is not None
             return self._eager(function, args, kwargs, location)
-        if answer.__class__ is not CalledBack:
+        if answer.__class__ not in UNRETURNED:
             return answer
+        if answer.__class__ is Stopped:
+            raise StopRecomputing
         return self.callbacks.drive(
             function, args, kwargs, answer, lambda returned: self._go_on(returned, location), self._raised
         )
 
-    def give_up(self, why: str) -> None:
-        """Makes the iteration eager for what no event shows."""
+    def give_up(self, id_: str, what: str) -> None:
+        """Makes the iteration eager, because something happens that no event shows."""
         if self._eager is None:
-            self.fall_back(Mismatch("CX0109", why))
+            self.fall_back(Mismatch(id_, what))
 
     def _go_on(self, returned: Any, location: int) -> Any:
         """Lets a backward pass go on with what code of the user returned."""

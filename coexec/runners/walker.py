@@ -21,7 +21,7 @@ from coexec.runners.sizes import encoded
 from coexec.runners.unseen import Unseen
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.callbacks import CalledBack
+from coexec.tracegraph.callbacks import UNRETURNED
 from coexec.tracegraph.graph import Captured, Fed, Node, NumberSlot, TraceGraph
 from coexec.tracegraph.optimizers import counts_of
 from coexec.tracegraph.program import Program
@@ -134,12 +134,12 @@ def _node(
 
 def _is_simple(node: Node) -> bool:
     """Whether an event needs nothing but comparing its arguments."""
-    return node.kind is Kind.COMPUTE and _is_plain(node) and not _calls_back(node)
+    return node.kind is Kind.COMPUTE and _is_plain(node) and _returns(node)
 
 
-def _calls_back(node: Node) -> bool:
-    """Whether code of the user runs behind an event, before its function returns."""
-    return isinstance(node.result, calls.Container) and node.result.kind is CalledBack
+def _returns(node: Node) -> bool:
+    """Whether a call returns to its caller, and nothing has to be done before."""
+    return not (isinstance(node.result, calls.Container) and node.result.kind in UNRETURNED)
 
 
 def _looks_at_numbers(node: Node) -> bool:

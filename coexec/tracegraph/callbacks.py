@@ -5,6 +5,7 @@ both are events like any others. Between them stand events that no Python functi
 
 - `Applied(function)`: from here on, the outputs of the function's forward have its autograd node;
 - `hooked`: from here on, the tensor has a hook;
+- `entered`, `left`: between the two, autograd saves nothing, because a checkpoint computes it again;
 - the backward pass, which returns a `CalledBack` where it has to call the user: what is behind that, `go_on`
   with what the user returned, is an event of its own, and may return another `CalledBack`.
 
@@ -23,6 +24,16 @@ class CalledBack(tuple[Any, ...]):
     """What a backward pass returns that has to call the user: the number of the callback, and its gradients."""
 
     __slots__ = ()
+
+
+class Stopped(tuple[Any, ...]):
+    """What a call returns that is stopped when autograd has saved what it needs: it raises `StopRecomputing`."""
+
+    __slots__ = ()
+
+
+#: What the results of calls are made of that end otherwise than by returning to their callers.
+UNRETURNED = (CalledBack, Stopped)
 
 
 class Applied:
@@ -58,5 +69,16 @@ def hooked(tensor: torch.Tensor) -> NoReturn:
     raise RuntimeError("hooked is an event, and no function to be called")
 
 
+def entered() -> NoReturn:
+    """The event that begins the region of a checkpoint, in which autograd saves nothing."""
+    raise RuntimeError("entered is an event, and no function to be called")
+
+
+def left() -> NoReturn:
+    """The event that ends the region of a checkpoint."""
+    raise RuntimeError("left is an event, and no function to be called")
+
+
 hooked.__module__ = "Tensor"
+entered.__module__ = left.__module__ = "torch.utils.checkpoint"
 go_on.__module__ = "torch.autograd"  # where a reader of a TraceGraph expects it

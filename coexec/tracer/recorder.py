@@ -22,6 +22,7 @@ from coexec._private import (
     ENGINE_CODE,
     HigherOrderOperator,
     OwnMode,
+    StopRecomputing,
     WithoutModes,
     entered_elsewhere,
     is_exposed,
@@ -35,7 +36,7 @@ from coexec.location import describe
 from coexec.reasons import Cause, cause
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.callbacks import Applied, CalledBack
+from coexec.tracegraph.callbacks import Applied, CalledBack, Stopped
 from coexec.tracegraph.exposed import Exposure, expose
 from coexec.tracegraph.optimizers import Update, unexplained
 from coexec.tracegraph.trace import (
@@ -181,6 +182,9 @@ class Recorder(OwnMode, TorchDispatchMode):
                     self._exposed.append(expose(returned, prepared.tensors[0]))
         except Untraceable as e:
             self.fail(e.id, e.detail)
+        except StopRecomputing:  # it has computed, and something else has seen enough
+            self._complete_stopped(prepared)
+            raise
         except BaseException:
             self.fail("CX0002", f"{functions.name_of(function)} raised")
             raise
@@ -331,6 +335,13 @@ class Recorder(OwnMode, TorchDispatchMode):
             )
         )
 
+    def _complete_stopped(self, p: _Prepared) -> None:
+        try:
+            if self.cause is None:
+                self._complete(p, Stopped())
+        except Untraceable as e:
+            self.fail(e.id, e.detail)
+
     def _check_update(
         self, update: Update, operations: Sequence[Operation], numbers: Sequence[Number]
     ) -> None:
@@ -425,6 +436,8 @@ class Recorder(OwnMode, TorchDispatchMode):
             number, *gradients = returned
             items = [self._returned(g, arguments, new) for g in gradients]
             return calls.Container(CalledBack, (number, *items))
+        if returned.__class__ is Stopped:
+            return calls.Container(Stopped, ())
         return calls.template(returned, lambda leaf: self._returned(leaf, arguments, new))
 
     def _returned(self, leaf: Any, arguments: list[torch.Tensor], new: list[torch.Tensor]) -> Any:

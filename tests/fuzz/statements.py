@@ -80,6 +80,10 @@ USER_CODE = [
     "Writes.apply({a} * 1)",
     "Nested.apply({a})",
     "checkpoint(torch.tanh, {a}, use_reentrant=False)",
+    "checkpoint(state.model, {a}, use_reentrant=False)",
+    "checkpoint(lambda h: F.dropout(h.tanh() * h, 0.3).sin(), {a}, use_reentrant=False)",
+    "checkpoint(lambda h: Keeps.apply(h, 0.5)[0].sigmoid(), {a}, use_reentrant=False)",
+    "checkpoint(lambda h: h * (0.5 if random.random() < 0.2 else h.tanh()), {a}, use_reentrant=True)",
     "torch.func.vmap(torch.sin)({a})",
     "torch.compiler.disable(torch.cos)({a})",
 ]
@@ -213,6 +217,9 @@ def tensor_state(w):
         "state.memory += torch.from_numpy(state.array)",
         "state.table[torch.tensor([k % 4, 0])] += {s}.item()",
         "state.weight.data = state.weight.data * 0.9",
+        "torch.manual_seed(k)",
+        "state.random = torch.get_rng_state()",
+        "torch.set_rng_state(getattr(state, 'random', torch.get_rng_state()))",
     ]
     w.emit(w.choose(forms).format(a=w.matrix(), s=w.scalar(), n=w.number()))
 
@@ -225,6 +232,7 @@ def no_grad(w):
             "with torch.autocast('cpu', dtype=torch.bfloat16):",
             "with torch.enable_grad():",
             "with torch.random.fork_rng():",
+            "with torch.random.fork_rng(), torch.random.fork_rng():",
         ]
     )
     with w.block(head):
@@ -309,8 +317,17 @@ def early(w):
 
 
 def hook(w):
-    """A hook on a tensor, for this step."""
-    w.emit(f"if {w.matrix()}.requires_grad: {w.matrix()}.register_hook(lambda g: g * 0.5) if k % 2 else None")
+    """A hook on a tensor, for this step or some more."""
+    a = w.matrix()
+    forms = [
+        "if {a}.requires_grad: {a}.register_hook(lambda g: g * {n})",
+        "if {a}.requires_grad and {c}: {a}.register_hook(lambda g: state.log.append(g.norm().item()))",
+        "if {a}.requires_grad: state.hook = {a}.register_hook(lambda g: g.clamp(-0.1, 0.1))",
+        "if {c} and hasattr(state, 'hook'): state.hook.remove()",
+        "if k == 3: state.weight.register_hook(lambda g: g * 0.5)",
+        "if k == 4: state.weight.register_post_accumulate_grad_hook(lambda p: print(p.grad.sum() > 0))",
+    ]
+    w.emit(w.choose(forms).format(a=a, n=w.number(), c=w.condition()))
 
 
 STATEMENTS = [
@@ -318,6 +335,7 @@ STATEMENTS = [
     *[scalar] * 2,
     *[fetch] * 2,
     number,
+    hook,
     *[in_place] * 3,
     *[python_state] * 2,
     *[tensor_state] * 3,
