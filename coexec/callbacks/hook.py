@@ -6,6 +6,7 @@ Out: calls of the function, when autograd or the program asks for them.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,13 @@ class Hook:
         self._function: Callable[[Any], Any] | None = function
         self._real: RemovableHandle | None = None
         self._removed = False
+        self._removable = _Removable(self)
+
+    def handle(self) -> RemovableHandle:
+        """What removes the hook."""
+        handle = RemovableHandle(self._removable)
+        self._removable[handle.id] = None  # a key to be taken out
+        return handle
 
     def attach(self, tensor: torch.Tensor) -> None:
         """Registers it with autograd."""
@@ -66,16 +74,18 @@ class Hook:
         self._owner = None
 
 
-class Handle(RemovableHandle):
-    """What removes a hook."""
+class _Removable(OrderedDict[int, Any]):
+    """What a handle takes a hook out of."""
 
     def __init__(self, hook: Hook) -> None:
-        super().__init__(OrderedDict())
-        self._hook = hook
+        super().__init__()
+        self._hook = weakref.ref(hook)
 
-    def remove(self) -> None:
-        """Removes the hook."""
-        self._hook.remove()
+    def __delitem__(self, key: int) -> None:
+        super().__delitem__(key)
+        hook = self._hook()
+        if hook is not None:
+            hook.remove()
 
 
 class LeafHook:

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 import torch
 from torch.overrides import handle_torch_function
+from torch.utils.hooks import RemovableHandle
 
 from coexec._private import WithoutModes, alias_of, is_inmost
 from coexec.callbacks.call import Call
 from coexec.callbacks.checkpoint import Recomputation
 from coexec.callbacks.context import is_documented
-from coexec.callbacks.hook import Handle, Hook, LeafHook, stand_ins
+from coexec.callbacks.hook import Hook, LeafHook, stand_ins
 from coexec.callbacks.stepped import SteppedBackward
 from coexec.tracegraph import functions
 from coexec.tracegraph.ambient import ambient
@@ -115,7 +116,7 @@ class Callbacks:
         remaining = iter(made)
         return tuple([next(remaining) if isinstance(r, torch.Tensor) else r for r in returned])
 
-    def register_hook(self, function: Callable[[Any], Any], event: Callable[[], Any]) -> Handle:
+    def register_hook(self, function: Callable[[Any], Any], event: Callable[[], Any]) -> RemovableHandle:
         """Does what `Tensor.register_hook` does; `event` makes the event of it."""
         hook = Hook(self, function)
         self._all.append(hook)
@@ -124,7 +125,7 @@ class Callbacks:
         except BaseException:  # it is registered once more when the iteration has fallen back
             self._all.remove(hook)
             raise
-        return Handle(hook)
+        return hook.handle()
 
     def enter_region(self, recomputation: Recomputation) -> None:
         """Begins the region of a checkpoint."""
