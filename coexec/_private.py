@@ -11,7 +11,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -245,7 +245,7 @@ def has_setup_context(function: type[torch.autograd.Function]) -> bool:
     return bool(torch.autograd.function._is_setup_context_defined(function.setup_context))
 
 
-#: What PyTorch makes for a checkpoint, the region in which it saves nothing, and how it stops a recomputation.
+#: What PyTorch makes for a checkpoint, the region in which it saves nothing, and how it stops the second run.
 CheckpointFrame: Any = _checkpoint._CheckpointFrame
 CheckpointRegion: Any = _checkpoint._checkpoint_hook
 StopRecomputing: type[Exception] = _checkpoint._StopRecomputationError
@@ -371,6 +371,14 @@ def entered_elsewhere(mode: Any) -> Iterator[None]:
         yield
     finally:
         _pop_dispatch_mode()
+
+
+def same_stream() -> AbstractContextManager[Any]:
+    """A context in which another thread uses this thread's CUDA device and stream."""
+    if not torch.cuda.is_initialized():
+        return nullcontext()
+    stream: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.current_stream())
+    return stream
 
 
 def without_current_modes() -> AbstractContextManager[Any]:

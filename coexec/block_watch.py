@@ -3,7 +3,7 @@
 In:  a callback for each thread that is in a block.
 Out: a context in which calls of these kinds on that thread call it first:
 
-- functions of `torch.random` (`seed`, `initial_seed`, and without the native module all others): the GraphRunner
+- functions of `torch.random` (`seed`, `initial_seed`; without the native module all of them): the GraphRunner
   draws random numbers while Python runs ahead, so the state that Python would see is not eager's;
 - the `apply` of an autograd function, functions and methods of TorchScript, `to_dlpack`, `nn.Parameter(...)`,
   `Tensor._make_subclass` and `Tensor.as_subclass`: their C++ code would keep hold of a placeholder;
@@ -94,8 +94,8 @@ class BlockWatch:
     """A context that reports to `called(kind, name, arguments)` what the current thread calls.
 
     `optimizing(form, arguments, keyword arguments)` makes the updates of optimizers, `methods` by name
-    what they do to gradients, and `callbacks` the calls of custom autograd functions and checkpoints, if these
-    are given. With `orders_draws`, seeing and setting random state are torch calls.
+    what they do to gradients, and `callbacks` the calls of custom autograd functions and checkpoints, if
+    these are given. With `orders_draws`, seeing and setting random state are torch calls.
     """
 
     def __init__(
@@ -152,7 +152,8 @@ def _random_event(name: str, *args: Any) -> Any:
         if seed.__class__ is not int or not -(2**63) <= seed < 2**64:
             return torch.default_generator.manual_seed(seed)  # the error that it is
         args = (torch.tensor(seed - 2**64 if seed >= 2**63 else seed),)
-    returned = handle_torch_function(EVENTS[name], (), *args)
+    event: Any = EVENTS[name]
+    returned: Any = handle_torch_function(event, (), *args)
     return torch.default_generator if returned is None else returned
 
 

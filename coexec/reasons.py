@@ -91,8 +91,8 @@ REASONS = _registry(
     Reason("CX0111", "a torch call reads a tensor that nothing explains", "Pass the tensor as an argument."),
     Reason(
         "CX0112",
-        "hooks are registered on a tensor",
-        "Nothing to do: the program runs call by call.",
+        "other hooks are on a leaf than when the iteration began",
+        "Register and remove hooks of parameters between iterations.",
     ),
     Reason(
         "CX0113",
@@ -111,7 +111,7 @@ REASONS = _registry(
         "the iteration was too different from its traces too often",
         "Nothing to do: the program runs call by call until its paths are known.",
     ),
-    Reason("CX0118", "random state was changed between torch calls", "Seed outside of the block."),
+    Reason("CX0118", "random state was changed between torch calls", "Draw from the default generator."),
     Reason("CX0119", "the tape was used on several threads", "Use one tape a thread, with a key of its own."),
     Reason(
         "CX0120",

@@ -264,7 +264,9 @@ class _TracingSession(_Session):
         self._callbacks = Callbacks()
         self.mode = TracingMode(self.recorder, frame, self._callbacks)
         self._callbacks.mode, self._callbacks.recorder = self.mode, self.recorder
-        self._watch = BlockWatch(self._called, state.updates.make, callbacks=self._callbacks, orders_draws=True)
+        self._watch = BlockWatch(
+            self._called, state.updates.make, callbacks=self._callbacks, orders_draws=True
+        )
         enter(self._watch)
         enter(self.mode)
         enter(self.recorder)

@@ -1,8 +1,8 @@
 """One call of a custom autograd function.
 
 In:  the function and its arguments.
-Out: its forward, run as the user wrote it; its outputs with their autograd node; its backward, when autograd or
-     the program asks for it.
+Out: its forward, run as the user wrote it; its outputs with their autograd node; its backward, when autograd
+     or the program asks for it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from coexec.callbacks.context import Context
 from coexec.callbacks.node import attach
 
 if TYPE_CHECKING:
-    from coexec.callbacks.iteration import Callbacks, Recorder
+    from coexec.callbacks.iteration import Callbacks
+    from coexec.callbacks.passes import Recorder
 
 Function = torch.autograd.Function
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What a forward has said of its inputs and outputs: by their position, or a tensor that is none of them."""
+    """What a forward has said of its inputs and outputs: by their position, or a tensor that is neither."""
 
     materialize: bool
     dirty: tuple[Any, ...]
@@ -89,7 +90,9 @@ class Call:
         pattern = f"{self._is_tensor} {self._outputs} {self._is_tuple} {marks} {self._is_recorded}"
         return pattern, outputs, saved
 
-    def attach(self, pattern: str, tensors: Sequence[Any], outputs: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
+    def attach(
+        self, pattern: str, tensors: Sequence[Any], outputs: Sequence[Any], saved: Sequence[Any]
+    ) -> list[Any]:
         """Gives the outputs of the forward their autograd node; returns what they are then."""
         given = iter(tensors)
         arguments = [next(given) if t else None for t in self._is_tensor]
@@ -116,15 +119,15 @@ class Call:
         """Runs the user's backward."""
         if self.context is None:
             raise RuntimeError(
-                f"{self.function.__name__}: trying to backward through a graph of a coexec block a second time, "
-                "or behind the block. Do it inside of the block."
+                f"{self.function.__name__}: trying to backward through a graph of a coexec block a second "
+                "time. Do it inside of the block, and specify retain_graph=True for the first time."
             )
         function: Any = self.function
         backward = function.backward if function.vjp is Function.vjp else function.vjp
         return backward(self.context, *gradients)
 
     def called_back(self, node: Any, gradients: Sequence[Any]) -> Any:
-        """Is called by autograd: runs the user's backward, on the program's thread while that waits for it."""
+        """Is called by autograd: runs the user's backward, on the thread of the program if that waits."""
         context, owner = self.context, self._owner
         if context is None:
             return self.run(gradients)

@@ -1,12 +1,12 @@
 """Activation checkpointing, without reentrant autograd.
 
-In:  what `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` does in the block: a frame, and a region in
-     which autograd saves nothing.
+In:  what `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` does in the block: a frame, and a
+     region in which autograd saves nothing.
 Out: the same. That the region begins and ends are events; that its function runs again is a callback of the
      backward pass.
 
-While the real engine runs, PyTorch's own hooks decide what is computed again, and when that is enough: a torch
-call then raises in the middle of the function. In the co-execution phase the event of that call raises.
+While the real engine runs, PyTorch's own hooks decide what is computed again, and when that is enough: a
+torch call then raises in the middle of the function. In the co-execution phase the event of that call raises.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Recomputation:
     def _called_back(self, *args: Any) -> None:
         owner = self._owner
         if owner is None or not owner.is_stepping:
-            return self._function(*args)
+            self._function(*args)
+            return
         self._args, self._hooks = args, top_saving_hooks()
         own_hooks.add(self._hooks[0])
         try:
@@ -122,7 +123,6 @@ class Recomputation:
             self._args = self._hooks = None
         if stopped:
             raise StopRecomputing
-        return None
 
     def forget(self) -> None:
         """Drops the inputs, if nobody will ask for them."""
@@ -132,3 +132,4 @@ class Recomputation:
     def part(self) -> None:
         """Leaves the iteration: if autograd calls it from here on, it runs as it is."""
         self._owner = None
+        self._frame.recompute_fn = self._function

@@ -55,7 +55,7 @@ class Context(FunctionCtx):
 
 
 def is_documented(function: type[torch.autograd.Function]) -> bool:
-    """Whether a custom function uses its `ctx` in ways that PyTorch documents, as far as its code names them."""
+    """Whether a custom function uses its `ctx` only as PyTorch documents, as far as its code names it."""
     methods = (function.forward, function.backward, function.vjp, function.setup_context)
     return all(_UNDOCUMENTED.isdisjoint(_names(getattr(m, "__code__", None))) for m in methods)
 

@@ -18,6 +18,7 @@ from coexec.tracegraph.calls import hooks_of
 
 if TYPE_CHECKING:
     from coexec.callbacks.iteration import Callbacks
+    from coexec.callbacks.passes import Passes
 
 
 class Hook:
@@ -95,10 +96,10 @@ class LeafHook:
         name: names it across traces.
     """
 
-    def __init__(self, owner: Callbacks, uid: int, leaf: torch.Tensor, kind: str, place: int) -> None:
+    def __init__(self, passes: Passes, uid: int, leaf: torch.Tensor, kind: str, place: int) -> None:
         self.name = f"{uid} {kind} {place}"
         self.spent = False  # it belongs to the leaf, and can be called at any time
-        self._owner = owner
+        self._passes = passes
         self._leaf = leaf
         self._takes_leaf = kind == _BEHIND
         with torch._C.DisableTorchFunction():
@@ -109,10 +110,10 @@ class LeafHook:
         self._stand_in: Any = None
 
     @classmethod
-    def named(cls, owner: Callbacks, name: str, leaf: Callable[[int], torch.Tensor]) -> LeafHook:
+    def named(cls, passes: Passes, name: str, leaf: Callable[[int], torch.Tensor]) -> LeafHook:
         """The hook of that name; `leaf` finds the leaf."""
         uid, kind, place = name.split()
-        return cls(owner, int(uid), leaf(int(uid)), kind, int(place))
+        return cls(passes, int(uid), leaf(int(uid)), kind, int(place))
 
     def take_place(self) -> None:
         """Has the engine stop before it calls the user's function."""
@@ -129,17 +130,18 @@ class LeafHook:
 
     def _called_back(self, tensor: torch.Tensor) -> Any:
         gradients = () if self._takes_leaf else (tensor,)
-        return self._owner.call_back(self, gradients) if self._owner.is_stepping else self.run(gradients)
+        stepping = self._passes.is_stepping
+        return self._passes.call_back(self.name, gradients) if stepping else self.run(gradients)
 
 
 _BEHIND = "behind"
 _HOOKS = {"gradient": "_backward_hooks", _BEHIND: "_post_accumulate_grad_hooks"}
 
 
-def stand_ins(owner: Callbacks, uid: int, leaf: torch.Tensor) -> dict[str, LeafHook]:
+def stand_ins(passes: Passes, uid: int, leaf: torch.Tensor) -> dict[str, LeafHook]:
     """Puts stand-ins in the places of all hooks of a leaf; returns them by name."""
     made = [
-        LeafHook(owner, uid, leaf, kind, place)
+        LeafHook(passes, uid, leaf, kind, place)
         for kind, count in zip(_HOOKS, hooks_of(leaf), strict=True)
         for place in range(count)
     ]

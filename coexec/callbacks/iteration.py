@@ -1,16 +1,14 @@
 """What one iteration knows of the code that autograd calls.
 
-In:  calls of custom functions' `apply`, and backward passes, in a traced or co-executed block.
+In:  custom functions, hooks, checkpoints and backward passes, in a traced or co-executed block.
 Out: the same through events (see `coexec.tracegraph.callbacks`), with the user's code run on the way.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -18,23 +16,20 @@ import torch
 from torch.overrides import handle_torch_function
 from torch.utils.hooks import RemovableHandle
 
-from coexec._private import WithoutModes, alias_of, is_inmost
+from coexec._private import is_inmost
 from coexec.callbacks.call import Call
 from coexec.callbacks.checkpoint import Recomputation
 from coexec.callbacks.context import is_documented
-from coexec.callbacks.hook import Hook, LeafHook, stand_ins
-from coexec.callbacks.stepped import SteppedBackward
+from coexec.callbacks.hook import Hook, LeafHook
+from coexec.callbacks.passes import Passes, Recorder, given
 from coexec.tracegraph import functions
-from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.callbacks import Applied, CalledBack, applied, entered, go_on, hooked, left
 
 Function = torch.autograd.Function
+Callback = Call | Hook | LeafHook | Recomputation
 
 #: Lets a backward pass go on with what the user returned, and returns what it returns then.
 Advance = Callable[[Any], Any]
-
-
-Callback = Call | Hook | LeafHook | Recomputation
 
 
 class Mode(Protocol):
@@ -42,27 +37,6 @@ class Mode(Protocol):
 
     def below(self, frame: FrameType) -> AbstractContextManager[None]:
         """Enters the mode again, for calls made below a frame."""
-
-
-class Recorder(Protocol):
-    """What callbacks need of `coexec.tracer.recorder.Recorder`."""
-
-    cause: Any
-
-    def known(self, tensor: torch.Tensor) -> Any:
-        """What is known of a tensor object."""
-
-    def know_as(self, tensor: torch.Tensor, known: Any) -> None:
-        """Takes a tensor object for another name of one that is known."""
-
-    def fail(self, id_: str, detail: str) -> None:
-        """Gives the recording up."""
-
-    def hooked_leaves(self) -> dict[int, torch.Tensor]:
-        """External tensors with hooks, by what names them across traces."""
-
-    def on_another_thread(self) -> AbstractContextManager[None]:
-        """Records what another thread does."""
 
 
 class Callbacks:
@@ -73,22 +47,19 @@ class Callbacks:
         recorder: records the iteration, if it is traced or has fallen back.
         give_up: makes a co-executed iteration eager, for a reason.
         leaf: finds a leaf in a co-executed iteration, by what names it across traces.
+        passes: the backward passes of the real engine.
     """
 
     def __init__(self) -> None:
-        self.give_up: Callable[[str, str], None] | None = None
-        self.leaf: Callable[[int], torch.Tensor] | None = None
-        self._leaf_hooks: dict[str, LeafHook] = {}  # while the engine runs
         self.mode: Mode | None = None
         self.recorder: Recorder | None = None
-        self._thread = threading.get_ident()
+        self.give_up: Callable[[str, str], None] | None = None
+        self.leaf: Callable[[int], torch.Tensor] | None = None
+        self.passes = Passes()
         self._all: list[Call | Hook | Recomputation] = []
-        self._regions = 0  # that Python is in
-        self._replays = False
-        self._recomputed: list[Recomputation] = []  # while events are made again
-        self._entered: list[Recomputation] = []  # whose regions autograd is in
         self._attached = 0  # how many of them autograd knows
-        self._passes: list[SteppedBackward] = []  # the running backward passes, the innermost last
+        self._regions = 0  # of checkpoints, that Python is in
+        self._entered: list[Recomputation] = []  # whose regions autograd is in
 
     # --- what the user gives to autograd --------------------------------------------------------------
 
@@ -109,7 +80,8 @@ class Callbacks:
         pattern, outputs, saved = call.describe(args, returned)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         self._all.append(call)
-        made = handle_torch_function(applied(function), (), pattern, tensors, outputs, saved)
+        event: Any = applied(function)
+        made: list[Any] = handle_torch_function(event, (), pattern, tensors, outputs, saved)
         call.finish()
         if not isinstance(returned, tuple):
             return made[0] if made else returned
@@ -127,6 +99,10 @@ class Callbacks:
             raise
         return hook.handle()
 
+    def hook_removed(self) -> None:
+        """A hook is removed that a backward pass may have called."""
+        self._not_described("CX0109", "a hook is removed")
+
     def enter_region(self, recomputation: Recomputation) -> None:
         """Begins the region of a checkpoint."""
         self._all.append(recomputation)
@@ -137,10 +113,6 @@ class Callbacks:
         """Ends the innermost region."""
         self._regions -= 1
         handle_torch_function(left, ())
-
-    def hook_removed(self) -> None:
-        """A hook is removed that a backward pass may have called."""
-        self._not_described("CX0109", "a hook is removed")
 
     def _not_described(self, id_: str, what: str) -> None:
         """Something happens that no event shows, so nothing may be learned of this iteration."""
@@ -158,8 +130,8 @@ class Callbacks:
         if function is left:
             return self._leave
         if function is go_on:
-            return self._go_on
-        if function in functions.BACKWARD and (self._attached or self._hooked_leaves()):
+            return self.passes.go_on
+        if function in functions.BACKWARD and self._has_callbacks():
             return lambda *args, **kwargs: self._start(function, args, kwargs)
         return None
 
@@ -179,75 +151,29 @@ class Callbacks:
     def _leave(self) -> None:
         self._entered.pop().region.leave()
 
+    def _has_callbacks(self) -> bool:
+        recorder = self.recorder
+        return recorder is not None and bool(self._attached or recorder.hooked_leaves())
+
     def _start(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _given("create_graph", function, args, kwargs) or not self._is_recording():
+        recorder = self.recorder
+        assert recorder is not None
+        if given("create_graph", function, args, kwargs):
+            recorder.fail("CX0102", "a backward pass that makes a graph may call code of the user")
+        if recorder.cause is not None:
             return function(*args, **kwargs)
-        if not self._passes:
-            for uid, leaf in self._hooked_leaves().items():
-                self._leaf_hooks |= stand_ins(self, uid, leaf)
-        self._passes.append(SteppedBackward())
-        assert self.recorder is not None
-        modes = self.recorder.on_another_thread()
-        return self._advanced(
-            lambda: self._passes[-1].start(lambda: function(*args, **kwargs), ambient(), modes)
-        )
+        return self.passes.start(recorder, lambda: function(*args, **kwargs))
 
-    def _is_recording(self) -> bool:
-        return self.recorder is not None and self.recorder.cause is None
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """For the time in which events are made again, those of callbacks among them."""
-        self._replays = True
-        try:
-            yield
-        finally:
-            self._replays = False
-
-    def _go_on(self, returned: Any) -> Any:
-        if self._replays and self._recomputed:
-            self._recomputed.pop().end_saving()
-        return self._advanced(lambda: self._passes[-1].go_on(returned))
-
-    def _advanced(self, advance: Callable[[], Any]) -> Any:
-        ended = True
-        try:
-            answer = advance()
-            ended = answer.__class__ is not CalledBack
-            if not ended and self._replays:
-                callback = self._find(answer[0])
-                if isinstance(callback, Recomputation):
-                    callback.begin_saving()
-                    self._recomputed.append(callback)
-            return answer
-        finally:
-            if ended:
-                self._pass_ended()
-
-    def _pass_ended(self) -> SteppedBackward:
-        ended = self._passes.pop()
-        if not self._passes:
-            for hook in self._leaf_hooks.values():
-                hook.put_back()
-            self._leaf_hooks.clear()
-        return ended
-
-    def _hooked_leaves(self) -> dict[int, torch.Tensor]:
-        return {} if self.recorder is None else self.recorder.hooked_leaves()
-
-    # --- backward -----------------------------------------------------------------------------------
+    # --- calls of the user's code -----------------------------------------------------------------------
 
     @property
     def is_stepping(self) -> bool:
         """Whether the engine, on the thread that asks, belongs to a pass that the program steps through."""
-        return bool(self._passes) and threading.get_ident() != self._thread
+        return self.passes.is_stepping
 
-    def call_back(self, callback: Callback, gradients: Sequence[Any]) -> Any:
-        """Has the program call the user's function; is called on a thread of the engine."""
-        name = callback.name if isinstance(callback, LeafHook) else str(self._all.index(callback))
-        with WithoutModes():  # objects that Python does not know already; nothing is computed
-            own = [None if g is None else alias_of(g) for g in gradients]
-        return self._passes[-1].call_back(CalledBack((name, *own)))
+    def call_back(self, callback: Call | Hook | Recomputation, gradients: Sequence[Any]) -> Any:
+        """Has the program call the user's code; is called on a thread of the engine."""
+        return self.passes.call_back(str(self._all.index(callback)), gradients)
 
     def drive(
         self, function: Any, args: Any, kwargs: Any, answer: Any, advance: Advance, raised: Callable[[], None]
@@ -262,27 +188,28 @@ class Callbacks:
             advance: lets it go on with what the user returned, and returns what it returns then.
             raised: is called when the user's code raises, before the pass is ended.
         """
-        frees = not _given("retain_graph", function, args, kwargs)
+        frees = not given("retain_graph", function, args, kwargs)
         while answer.__class__ is CalledBack:
             name, *gradients = answer
-            callback = self._find(name)
+            callback = self.find(name)
             try:
                 returned = self._run(callback, gradients)
             except BaseException as error:
                 raised()
-                self.throw(error)
+                self.passes.throw(error)
                 raise
             callback.spent = frees
             answer = advance(returned)
         return answer
 
-    def _find(self, name: str) -> Callback:
+    def find(self, name: str) -> Callback:
+        """The callback that a `CalledBack` names."""
         if name.isdigit():
             return self._all[int(name)]
-        found = self._leaf_hooks.get(name)
+        found = self.passes.leaf_hooks.get(name)
         if found is None:
             assert self.leaf is not None
-            found = LeafHook.named(self, name, self.leaf)
+            found = LeafHook.named(self.passes, name, self.leaf)
         return found
 
     def _run(self, callback: Callback, gradients: Sequence[Any]) -> Any:
@@ -295,11 +222,6 @@ class Callbacks:
         finally:
             torch._C._set_grad_enabled(grad_mode)
 
-    def throw(self, error: BaseException) -> None:
-        """Ends the innermost backward pass, if the engine runs one, by what the user's code raised."""
-        if self._passes:
-            self._pass_ended().throw(error)
-
     # --- the end --------------------------------------------------------------------------------------
 
     def forget(self) -> None:
@@ -309,24 +231,20 @@ class Callbacks:
 
     def come_apart(self) -> None:
         """Ends everything: what autograd calls from here on is called as it is."""
-        while self._passes:
-            self.throw(RuntimeError("the block has been left"))
+        self.passes.abandon()
         for callback in self._all:
             callback.part()
         self._all.clear()
         self.mode = self.recorder = self.give_up = self.leaf = None
 
 
-def _given(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call that runs a backward pass sets one of its flags."""
-    return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get(name))
-
-
 def _is_plain(function: Any) -> bool:
     """Whether a custom function has nothing that is left to PyTorch."""
     both = function.backward is not Function.backward and function.vjp is not Function.vjp
-    jvp = getattr(function, "jvp", None) is not Function.jvp
-    special = getattr(function, "boxed_grads_call", False) or getattr(
-        function, "clear_saved_tensors_on_access", False
+    special = ("boxed_grads_call", "clear_saved_tensors_on_access")
+    return (
+        not both
+        and function.jvp is Function.jvp
+        and not any(getattr(function, name, False) for name in special)
+        and is_documented(function)
     )
-    return not (both or jvp or special) and is_documented(function)

@@ -19,7 +19,7 @@ import torch
 from coexec._private import AUTOGRAD_APPLY, name_node
 
 if TYPE_CHECKING:
-    from coexec.callbacks.iteration import Call
+    from coexec.callbacks.call import Call
 
 _thread = threading.local()
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from coexec.tracegraph.ambient import restored
 from coexec.tracegraph.callbacks import CalledBack
+
+Contexts = Sequence[AbstractContextManager[Any]]
 
 
 class SteppedBackward:
@@ -28,24 +30,26 @@ class SteppedBackward:
         self._one_at_a_time = threading.Lock()  # devices have threads each
         self._abandoned = False
 
-    def start(self, run: Callable[[], Any], state: Hashable, modes: AbstractContextManager[Any]) -> Any:
+    def start(self, run: Callable[[], Any], state: Hashable, contexts: Contexts) -> Any:
         """Begins the pass.
 
         Args:
             run: runs the whole pass.
             state: the ambient state that it runs under.
-            modes: what to enter besides on the engine's thread.
+            contexts: what to enter besides, on the engine's thread.
         """
         threading.Thread(
-            target=self.run, args=(run, state, modes), name="coexec backward", daemon=True
+            target=self.run, args=(run, state, contexts), name="coexec backward", daemon=True
         ).start()
         return self._wait()
 
-    def run(self, run: Callable[[], Any], state: Hashable, modes: AbstractContextManager[Any]) -> None:
+    def run(self, run: Callable[[], Any], state: Hashable, contexts: Contexts) -> None:
         """Runs the pass, on a thread of its own."""
         outcome: tuple[Any, BaseException | None]
         try:
-            with restored(state), modes:
+            with restored(state), ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
                 outcome = (run(), None)
         except BaseException as e:
             outcome = (None, e)

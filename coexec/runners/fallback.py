@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -70,28 +70,40 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
     for record in reversed(it.records):
         if isinstance(record, FlagRecord):
             record.tensor.requires_grad_(record.before)
-    failed: set[Produced] = set()
-    error: Exception | None = None
-    # Calls of one state run under one restored state: leaving autocast would drop its casts.
-    for _, group in itertools.groupby(it.records, key=_state):
-        records = list(group)
-        state = _state(records[0])
-        with contextlib.nullcontext() if state is None else restored(state), runner.callbacks.replayed():
-            for record in records:
-                if error is not None and not _only_computes(record, failed):
-                    failed |= _outputs(record)
-                    continue
-                try:
-                    _redo(record, objects, recorder, runner.callbacks)
-                except Exception as e:  # what does not depend on it has to be there when Python goes on
-                    error = error or e
-                    failed |= _outputs(record)
+    with runner.callbacks.passes.replayed(runner.callbacks.find):
+        error = _redo_all(it.records, objects, recorder, runner.callbacks)
     with WithoutModes():
         for exposure, contents in zip(exposed, written, strict=True):
             exposure.memory.copy_(contents)
     it.records.clear()
     if error is not None:
         raise error
+
+
+def _redo_all(
+    all_records: Sequence[object],
+    objects: dict[Produced, torch.Tensor],
+    recorder: Recorder,
+    callbacks: Callbacks,
+) -> Exception | None:
+    """Makes what was recorded again; returns what the first call raised that failed."""
+    failed: set[Produced] = set()
+    error: Exception | None = None
+    # Calls of one state run under one restored state: leaving autocast would drop its casts.
+    for _, group in itertools.groupby(all_records, key=_state):
+        records = list(group)
+        state = _state(records[0])
+        with contextlib.nullcontext() if state is None else restored(state):
+            for record in records:
+                if error is not None and not _only_computes(record, failed):
+                    failed |= _outputs(record)
+                    continue
+                try:
+                    _redo(record, objects, recorder, callbacks)
+                except Exception as e:  # what does not depend on it has to be there when Python goes on
+                    error = error or e
+                    failed |= _outputs(record)
+    return error
 
 
 def _only_computes(record: object, failed: set[Produced]) -> bool:

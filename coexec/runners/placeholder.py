@@ -16,7 +16,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._native import core
-from coexec._private import OwnMode, alias_of, become, forget_hulls, keep_hulls, make_wrapper, name_node, run_seen
+from coexec._private import (
+    OwnMode,
+    alias_of,
+    become,
+    forget_hulls,
+    keep_hulls,
+    make_wrapper,
+    name_node,
+    run_seen,
+)
 from coexec.tracegraph import calls
 from coexec.tracegraph.trace import Produced, TensorMeta
 

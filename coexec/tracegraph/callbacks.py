@@ -1,7 +1,7 @@
 """Events by which code of the user takes part in autograd.
 
-The forward of a custom `torch.autograd.Function` is code of the user, and so is its backward. The torch calls in
-both are events like any others. Between them stand events that no Python function makes, only named here:
+The forward of a custom `torch.autograd.Function` is code of the user, and so is its backward. The torch calls
+in both are events like any others. Between them stand events that no Python function makes, only named here:
 
 - `Applied(function)`: from here on, the outputs of the function's forward have its autograd node;
 - `hooked`: from here on, the tensor has a hook;
@@ -21,13 +21,13 @@ import torch
 
 
 class CalledBack(tuple[Any, ...]):
-    """What a backward pass returns that has to call the user: the number of the callback, and its gradients."""
+    """What a backward pass returns that has to call the user: the name of the callback, and its gradients."""
 
     __slots__ = ()
 
 
 class Stopped(tuple[Any, ...]):
-    """What a call returns that is stopped when autograd has saved what it needs: it raises `StopRecomputing`."""
+    """What a call returns that is stopped because autograd has all it needs: it raises `StopRecomputing`."""
 
     __slots__ = ()
 

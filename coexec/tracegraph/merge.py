@@ -77,7 +77,7 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
 
 
 def agree_on_hooks(trace: Trace, other: Trace) -> bool:
-    """Whether two traces found the same hooks on the tensors that both use: backward passes are alike then."""
+    """Whether two traces found the same hooks on tensors that both use, so that backward passes are alike."""
     hooks = {e.uid: e.hooks for e in trace.externals}
     return all(hooks.get(e.uid, e.hooks) == e.hooks for e in other.externals)
 

@@ -1,8 +1,8 @@
 """The state of the CPU's default generator, seen and set by events.
 
 The GraphRunner draws random numbers while Python runs ahead, so Python cannot ask the generator itself. These
-functions stand for its methods: operations of our own do the same where they come in the order of draws, and the
-state that Python gets is a tensor like any other.
+functions stand for its methods: operations of our own do the same where they come in the order of draws, and
+the state that Python gets is a tensor like any other.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ def seed_rng(seed: Tensor) -> None:
     torch.ops.coexec.seed_rng.default(seed)
 
 
+_FUNCTIONS = (rng_state, set_rng_state, seed_rng)
+
 #: The operations, in the order of draws: a compiler would not know of it.
-OPERATIONS = {getattr(torch.ops.coexec, f.__name__) for f in (rng_state, set_rng_state, seed_rng)} if core else set()
+OPERATIONS = {getattr(torch.ops.coexec, f.__name__) for f in _FUNCTIONS} if core else set()
 
 #: What the generator's methods are in a block; nothing without the native module, which has the operations.
 EVENTS = {"get_state": rng_state, "set_state": set_rng_state, "manual_seed": seed_rng} if core else {}
 
-for _function in (rng_state, set_rng_state, seed_rng):
+for _function in _FUNCTIONS:
     _function.__module__ = "torch.random"  # where a reader of a TraceGraph expects them

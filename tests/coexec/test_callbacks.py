@@ -1,4 +1,4 @@
-"""Custom autograd functions are co-executed: their backward runs in every iteration, and gradients are eager's."""
+"""Custom autograd functions and hooks run in every co-executed iteration, and gradients are eager's."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Partly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, no_indices, no_mask, no_text):
-        assert no_indices is None and no_mask is None and no_text is None
+        assert [no_indices, no_mask, no_text] == [None] * 3
         x, w, indices = ctx.saved_tensors
         spread = torch.zeros_like(x).scatter(-1, indices, g)
         return (
@@ -614,6 +614,10 @@ def test_a_hook_of_a_tensor_that_is_kept_can_be_removed_behind_the_block():
 # --- hooks on leaves ----------------------------------------------------------------------------------
 
 
+def _halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
 def _with_hooks(kind):
     def make():
         state = linear()
@@ -625,7 +629,7 @@ def _with_hooks(kind):
             bias.register_hook(lambda g: g * 0.5)
         elif kind == "behind the accumulation":
             weight.register_post_accumulate_grad_hook(lambda p: state.calls.append(p.grad.norm().item()))
-            bias.register_post_accumulate_grad_hook(lambda p: None if p.grad.mul_(0.5) is None else None)
+            bias.register_post_accumulate_grad_hook(_halve)
         elif kind == "an optimizer in the backward pass":
             for p in state.model.parameters():
                 mine = torch.optim.SGD([p], lr=0.1, momentum=0.9)
@@ -707,3 +711,52 @@ def test_a_hook_of_a_parameter_that_raises_leaves_the_state_that_eager_leaves():
 
     report = compare(make, step, 12)
     assert report.steps.get("co-execution", 0) >= 2, report.summary()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # with create_graph=True
+@pytest.mark.parametrize("kind", ["a hook of a leaf", "a hook", "a function"])
+def test_code_that_a_backward_pass_with_a_graph_calls_is_called_in_every_step(kind):
+    class Logs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, log):
+            ctx.log = log
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            ctx.log.append("called")
+            return g, None
+
+    def make():
+        state = weights("a")()
+        if kind == "a hook of a leaf":
+            state.a.register_hook(lambda g: state.log.append("called"))
+        return state
+
+    def step(s, k, tape):
+        s.a.grad = None
+        with tape():
+            y = s.a.square()
+            if kind == "a hook":
+                y.register_hook(lambda g: s.log.append("called"))
+            elif kind == "a function":
+                y = Logs.apply(y, s.log)
+            y.sum().backward(create_graph=True)
+            s.a.grad = s.a.grad.detach()
+
+    compare(make, step, 10)
+
+
+def test_hooks_of_modules_are_called_in_every_step():
+    def make():
+        state = linear()
+        state.model.register_full_backward_hook(lambda m, i, o: state.log.append(len(i)))
+        state.model.register_full_backward_pre_hook(lambda m, o: state.log.append(o[0].norm().item()))
+        return state
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4, requires_grad=k % 3 == 0)
+        with tape():
+            train(s, s.model(x).square().mean())
+
+    compare(make, step, 10)

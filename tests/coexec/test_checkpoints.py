@@ -56,8 +56,9 @@ def _make(kind, layers=2):
 USES = {
     "each layer": lambda m, x: [x := checkpoint(layer, x, use_reentrant=False) for layer in m][-1],
     "one layer": lambda m, x: m[1](checkpoint(m[0], x, use_reentrant=False)),
-    "with an argument": lambda m, x: checkpoint(m[0], x, 0.5, use_reentrant=False)
-    + checkpoint(m[1], x, scale=0.3, use_reentrant=False),
+    "with an argument": lambda m, x: (
+        checkpoint(m[0], x, 0.5, use_reentrant=False) + checkpoint(m[1], x, scale=0.3, use_reentrant=False)
+    ),
     "without random state": lambda m, x: m[1](
         checkpoint(m[0], x, use_reentrant=False, preserve_rng_state=False)
     ),
@@ -71,9 +72,7 @@ USES = {
 
 @checkpoints
 @pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.parametrize(
-    "kind", ["plain", "dropout", "custom function", "prints", "looks", "in place"]
-)
+@pytest.mark.parametrize("kind", ["plain", "dropout", "custom function", "prints", "looks", "in place"])
 @pytest.mark.parametrize("use", USES)
 def test_checkpoints_are_co_executed(use, kind, options):
     def step(s, k, tape):
@@ -236,13 +235,17 @@ def test_a_backward_pass_of_a_checkpoint_behind_the_block():
 RANDOM = {
     "seen and set": lambda s, k: _repeated(s),
     "forked": lambda s, k: _forked(s, k),
-    "seeded": lambda s, k: torch.manual_seed(k) and None,
-    "seeded with large numbers": lambda s, k: torch.manual_seed([2**64 - 1 - k, -k - 1, 2**63 + k][k % 3]) and None,
+    "seeded": lambda s, k: _seeded(k),
+    "seeded with large numbers": lambda s, k: _seeded([2**64 - 1 - k, -k - 1, 2**63 + k][k % 3]),
     "kept": lambda s, k: setattr(s, "kept", torch.get_rng_state()),
     "of the step before": lambda s, k: _of_the_step_before(s),
     "looked at": lambda s, k: s.log.append(int(torch.get_rng_state().sum())),
     "written": lambda s, k: torch.set_rng_state(torch.get_rng_state().clone()),
 }
+
+
+def _seeded(number):
+    assert torch.manual_seed(number) is torch.default_generator
 
 
 def _repeated(s):
