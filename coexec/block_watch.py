@@ -172,6 +172,23 @@ def _watched_apply(found: Any) -> Any:
     return classmethod(watched)
 
 
+class _Engine:
+    """Autograd's engine: what the user's code asks it for reaches it, wherever that code is run."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def queue_callback(self, function: Callable[[], None]) -> Any:
+        watch = _watches.get(threading.get_ident())
+        queued = (
+            watch is not None and watch.callbacks is not None and watch.callbacks.queue_callback(function)
+        )
+        return None if queued else self._engine.queue_callback(function)
+
+
 def _watched_frame(original: Any) -> Any:
     def made(*args: Any, **kwargs: Any) -> Any:
         callbacks = _checkpointing()
@@ -277,6 +294,7 @@ def _places() -> list[_Place]:
         _Place(torch.random, "default_generator", lambda _: _Generator()),
         # What `Function.apply` calls: programs may have got that one before the block.
         _Place(AUTOGRAD_FUNCTION, "apply", _watched_apply),
+        _Place(torch.autograd.Variable, "_execution_engine", _Engine),
         _Place(CHECKPOINTS[0], CHECKPOINTS[1], _watched_frame),
         _Place(CHECKPOINTS[0], CHECKPOINTS[2], _watched_region),
         *(_Place(kind, "__call__", _watched_script) for kind in SCRIPTED),

@@ -6,6 +6,7 @@ Out: the same through events (see `coexec.tracegraph.callbacks`), with the user'
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -60,6 +61,7 @@ class Callbacks:
         self._attached = 0  # how many of them autograd knows
         self._regions = 0  # of checkpoints, that Python is in
         self._entered: list[Recomputation] = []  # whose regions autograd is in
+        self._at_end: list[list[Callable[[], None]]] = []  # of each pass whose code is being called
 
     # --- what the user gives to autograd --------------------------------------------------------------
 
@@ -189,18 +191,30 @@ class Callbacks:
             raised: is called when the user's code raises, before the pass is ended.
         """
         frees = not given("retain_graph", function, args, kwargs)
+        at_end: list[Callable[[], None]] = []
         while answer.__class__ is CalledBack:
             name, *gradients = answer
             callback = self.find(name)
+            self._at_end.append(at_end)
             try:
-                returned = self._run(callback, gradients)
+                returned = self._run(functools.partial(callback.run, gradients))
             except BaseException as error:
                 raised()
                 self.passes.throw(error)
                 raise
+            finally:
+                self._at_end.pop()
             callback.spent = frees
             answer = advance(returned)
+        for call in at_end:
+            self._run(call)
         return answer
+
+    def queue_callback(self, function: Callable[[], None]) -> bool:
+        """Has a function called at the end of the pass whose code is being called; False if there is none."""
+        if self._at_end:
+            self._at_end[-1].append(function)
+        return bool(self._at_end)
 
     def find(self, name: str) -> Callback:
         """The callback that a `CalledBack` names."""
@@ -212,13 +226,13 @@ class Callbacks:
             found = LeafHook.named(self.passes, name, self.leaf)
         return found
 
-    def _run(self, callback: Callback, gradients: Sequence[Any]) -> Any:
+    def _run(self, call: Callable[[], Any]) -> Any:
         assert self.mode is not None
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
             with self.mode.below(sys._getframe()):
-                return callback.run(gradients)
+                return call()
         finally:
             torch._C._set_grad_enabled(grad_mode)
 

@@ -760,3 +760,49 @@ def test_hooks_of_modules_are_called_in_every_step():
             train(s, s.model(x).square().mean())
 
     compare(make, step, 10)
+
+
+class Queues(torch.autograd.Function):
+    """Has the engine call something at the end of the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, log, leaf):
+        ctx.log, ctx.leaf = log, leaf
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        def at_end():
+            ctx.log.append(("at the end", torch.is_grad_enabled(), ctx.leaf.grad.norm().item()))
+
+        ctx.log.append("called")
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        return g * 2, None, None
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("fallback", [False, True])
+def test_what_is_queued_for_the_end_of_a_backward_pass_is_called_there(fallback, options):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            s.optimizer.zero_grad()
+            y = Queues.apply(Queues.apply(s.model(x), s.log, s.model.bias), s.log, s.model.weight)
+            y.square().mean().backward()
+            s.log.append("behind")
+            if fallback and k in (5, 9):
+                s.log.append(s.model.weight.grad.norm().item())
+            s.optimizer.step()
+
+    coexecuted(compare(linear, step, 14, **options), 6)
+
+
+def test_nothing_is_queued_outside_of_a_backward_pass():
+    def step(s, k, tape):
+        with tape():
+            s.a.grad = None
+            s.a.square().sum().backward()
+            if k in (1, 6):
+                torch.autograd.Variable._execution_engine.queue_callback(print)
+
+    compare(weights("a"), step, 10)
