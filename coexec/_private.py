@@ -98,6 +98,8 @@ def become(placeholder: torch.Tensor, real: torch.Tensor) -> None:
     with DisableTorchFunction():
         placeholder.__class__ = real.__class__
         torch._C._swap_tensor_impl(placeholder, real)
+        if (origin := real.__dict__.pop(_ORIGIN, None)) is not None:
+            placeholder.__dict__[_ORIGIN] = origin
         real._coexec_became = placeholder  # type: ignore[attr-defined]  # C++ code may hold what is `real` now
     if _hulls.kept:
         _hulls.append(real)
@@ -187,6 +189,17 @@ def alias_of(value: torch.Tensor) -> torch.Tensor:
     alias = value.new_empty(0)
     with torch.no_grad():
         alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    return alias
+
+
+#: Where a tensor keeps the one whose memory it is on.
+_ORIGIN = "_coexec_origin"
+
+
+def another_object(tensor: torch.Tensor) -> torch.Tensor:
+    """Another object on the same memory, which keeps the tensor: autograd reuses what nobody else holds."""
+    alias = alias_of(tensor)
+    alias.__dict__[_ORIGIN] = tensor
     return alias
 
 

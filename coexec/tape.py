@@ -385,7 +385,7 @@ class _CoexecutionSession(_Session):
             orders_draws=True,
         )
         self._callbacks.mode, self._callbacks.give_up = self.runner, self.runner.give_up
-        self._callbacks.leaf = self.runner.leaf
+        self._callbacks.hooked_leaves = self.runner.hooked_leaves
         enter(self._watch)
         enter(self.runner)
 
@@ -494,7 +494,9 @@ class _CoexecutionSession(_Session):
 
     def _may_go_on(self, bound: list[torch.Tensor]) -> bool:
         """Whether Python can leave the block before the GraphRunner is done, and has a reason to."""
-        if not self.runner.exclusive or not all(guardable(t) for t in bound):
+        if self.runner.holds_random_state() or not self.runner.exclusive:
+            return False
+        if not all(guardable(t) for t in bound):
             return False
         return self.runner.stalled(self._graph_runner.wait_for_draws)
 

@@ -66,11 +66,13 @@ class Recomputation:
     Attributes:
         spent: whether a backward pass has called it that frees what it goes through.
         region: where it ran first.
+        pattern: what of the checkpoint decides about how it is run again.
     """
 
     def __init__(self, owner: Callbacks, region: Region, frame: Any) -> None:
         self.spent = False
         self.region = region
+        self.pattern = f"early stop: {bool(frame.early_stop)}"
         self._owner: Callbacks | None = owner
         self._frame = frame
         self._function: Callable[..., Any] = frame.recompute_fn
@@ -79,7 +81,7 @@ class Recomputation:
         self._saving: Any = None  # what is entered meanwhile
         frame.recompute_fn = self._called_back
 
-    def attach(self) -> None:
+    def attach(self, pattern: str) -> None:
         """Begins the region."""
         self.region.enter()
 

@@ -1,6 +1,6 @@
-"""One hook on a tensor.
+"""One hook on a tensor of the block.
 
-In:  the function of the user, which was registered in the block, or on a leaf before it.
+In:  the function of the user.
 Out: calls of the function, when autograd or the program asks for them.
 """
 
@@ -14,11 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from coexec.tracegraph.calls import hooks_of
-
 if TYPE_CHECKING:
     from coexec.callbacks.iteration import Callbacks
-    from coexec.callbacks.passes import Passes
 
 
 class Hook:
@@ -45,7 +42,7 @@ class Hook:
     def attach(self, tensor: torch.Tensor) -> None:
         """Registers it with autograd."""
         if not self._removed:
-            self._real = tensor.register_hook(self._called_back)
+            self._real = tensor.register_hook(named_like(self._function, self._called_back))
 
     def run(self, gradients: Sequence[Any]) -> Any:
         """Calls the user's function."""
@@ -75,6 +72,16 @@ class Hook:
         self._owner = None
 
 
+def named_like(function: Any, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function that makes a call, with the name by which errors speak of the user's function."""
+
+    def called_back(tensor: torch.Tensor) -> Any:
+        return call(tensor)
+
+    called_back.__name__ = getattr(function, "__name__", type(function).__name__)
+    return called_back
+
+
 class _Removable(OrderedDict[int, Any]):
     """What a handle takes a hook out of."""
 
@@ -87,64 +94,3 @@ class _Removable(OrderedDict[int, Any]):
         hook = self._hook()
         if hook is not None:
             hook.remove()
-
-
-class LeafHook:
-    """A hook on an external leaf, by its place among the leaf's hooks.
-
-    Attributes:
-        name: names it across traces.
-    """
-
-    def __init__(self, passes: Passes, uid: int, leaf: torch.Tensor, kind: str, place: int) -> None:
-        self.name = f"{uid} {kind} {place}"
-        self.spent = False  # it belongs to the leaf, and can be called at any time
-        self._passes = passes
-        self._leaf = leaf
-        self._takes_leaf = kind == _BEHIND
-        with torch._C.DisableTorchFunction():
-            hooks = getattr(leaf, _HOOKS[kind])
-        self._hooks: dict[int, Any] = hooks
-        self._key = list(hooks)[place]
-        self._function = hooks[self._key]
-        self._stand_in: Any = None
-
-    @classmethod
-    def named(cls, passes: Passes, name: str, leaf: Callable[[int], torch.Tensor]) -> LeafHook:
-        """The hook of that name; `leaf` finds the leaf."""
-        uid, kind, place = name.split()
-        return cls(passes, int(uid), leaf(int(uid)), kind, int(place))
-
-    def take_place(self) -> None:
-        """Has the engine stop before it calls the user's function."""
-        self._stand_in = self._hooks[self._key] = self._called_back
-
-    def put_back(self) -> None:
-        """Has the engine call the user's function again."""
-        if self._hooks.get(self._key) is self._stand_in:
-            self._hooks[self._key] = self._function
-
-    def run(self, gradients: Sequence[Any]) -> Any:
-        """Calls the user's function."""
-        return self._function(self._leaf) if self._takes_leaf else self._function(*gradients)
-
-    def _called_back(self, tensor: torch.Tensor) -> Any:
-        gradients = () if self._takes_leaf else (tensor,)
-        stepping = self._passes.is_stepping
-        return self._passes.call_back(self.name, gradients) if stepping else self.run(gradients)
-
-
-_BEHIND = "behind"
-_HOOKS = {"gradient": "_backward_hooks", _BEHIND: "_post_accumulate_grad_hooks"}
-
-
-def stand_ins(passes: Passes, uid: int, leaf: torch.Tensor) -> dict[str, LeafHook]:
-    """Puts stand-ins in the places of all hooks of a leaf; returns them by name."""
-    made = [
-        LeafHook(passes, uid, leaf, kind, place)
-        for kind, count in zip(_HOOKS, hooks_of(leaf), strict=True)
-        for place in range(count)
-    ]
-    for hook in made:
-        hook.take_place()
-    return {hook.name: hook for hook in made}

@@ -21,7 +21,8 @@ from coexec._private import is_inmost
 from coexec.callbacks.call import Call
 from coexec.callbacks.checkpoint import Recomputation
 from coexec.callbacks.context import is_documented
-from coexec.callbacks.hook import Hook, LeafHook
+from coexec.callbacks.hook import Hook
+from coexec.callbacks.leaf_hook import LeafHook
 from coexec.callbacks.passes import Passes, Recorder, given
 from coexec.tracegraph import functions
 from coexec.tracegraph.callbacks import Applied, CalledBack, applied, entered, go_on, hooked, left
@@ -47,7 +48,7 @@ class Callbacks:
         mode: the function mode that is active in the block.
         recorder: records the iteration, if it is traced or has fallen back.
         give_up: makes a co-executed iteration eager, for a reason.
-        leaf: finds a leaf in a co-executed iteration, by what names it across traces.
+        hooked_leaves: finds leaves with hooks in a co-executed iteration, by what names them across traces.
         passes: the backward passes of the real engine.
     """
 
@@ -55,7 +56,7 @@ class Callbacks:
         self.mode: Mode | None = None
         self.recorder: Recorder | None = None
         self.give_up: Callable[[str, str], None] | None = None
-        self.leaf: Callable[[int], torch.Tensor] | None = None
+        self.hooked_leaves: Callable[[], dict[int, torch.Tensor]] | None = None
         self.passes = Passes()
         self._all: list[Call | Hook | Recomputation] = []
         self._attached = 0  # how many of them autograd knows
@@ -109,7 +110,7 @@ class Callbacks:
         """Begins the region of a checkpoint."""
         self._all.append(recomputation)
         self._regions += 1
-        handle_torch_function(entered, ())
+        handle_torch_function(entered, (), recomputation.pattern)
 
     def leave_region(self) -> None:
         """Ends the innermost region."""
@@ -155,14 +156,16 @@ class Callbacks:
 
     def _has_callbacks(self) -> bool:
         recorder = self.recorder
-        return recorder is not None and bool(self._attached or recorder.hooked_leaves())
+        if recorder is None:
+            return False
+        return bool(self._attached or self.passes.leaf_hooks or recorder.hooked_leaves())
 
     def _start(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder
         assert recorder is not None
         if given("create_graph", function, args, kwargs):
             recorder.fail("CX0102", "a backward pass that makes a graph may call code of the user")
-        if recorder.cause is not None:
+        if recorder.cause is not None and not self.passes.is_replaying:
             return function(*args, **kwargs)
         return self.passes.start(recorder, lambda: function(*args, **kwargs))
 
@@ -191,6 +194,8 @@ class Callbacks:
             raised: is called when the user's code raises, before the pass is ended.
         """
         frees = not given("retain_graph", function, args, kwargs)
+        co_executed = self.recorder is None and self.hooked_leaves is not None
+        begins = co_executed and self.passes.see(self.hooked_leaves())  # type: ignore[misc]  # it is not None
         at_end: list[Callable[[], None]] = []
         while answer.__class__ is CalledBack:
             name, *gradients = answer
@@ -206,6 +211,8 @@ class Callbacks:
                 self._at_end.pop()
             callback.spent = frees
             answer = advance(returned)
+        if begins and self.recorder is None:
+            self.passes.leaf_hooks = {}
         for call in at_end:
             self._run(call)
         return answer
@@ -218,13 +225,7 @@ class Callbacks:
 
     def find(self, name: str) -> Callback:
         """The callback that a `CalledBack` names."""
-        if name.isdigit():
-            return self._all[int(name)]
-        found = self.passes.leaf_hooks.get(name)
-        if found is None:
-            assert self.leaf is not None
-            found = LeafHook.named(self.passes, name, self.leaf)
-        return found
+        return self._all[int(name)] if name.isdigit() else self.passes.leaf_hooks[name]
 
     def _run(self, call: Callable[[], Any]) -> Any:
         assert self.mode is not None
@@ -249,7 +250,7 @@ class Callbacks:
         for callback in self._all:
             callback.part()
         self._all.clear()
-        self.mode = self.recorder = self.give_up = self.leaf = None
+        self.mode = self.recorder = self.give_up = self.hooked_leaves = None
 
 
 def _is_plain(function: Any) -> bool:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from coexec._private import WithoutModes, alias_of, same_stream
+from coexec._private import WithoutModes, another_object, same_stream
 from coexec.callbacks.checkpoint import Recomputation
-from coexec.callbacks.hook import LeafHook, stand_ins
+from coexec.callbacks.leaf_hook import LeafHook, leaf_hooks, take_places
 from coexec.callbacks.stepped import SteppedBackward
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.callbacks import CalledBack
@@ -47,7 +47,7 @@ class Passes:
     """The running backward passes, the innermost last.
 
     Attributes:
-        leaf_hooks: by name, those that have stand-ins because a pass is running.
+        leaf_hooks: by name, those that there were when the outermost pass began.
     """
 
     def __init__(self) -> None:
@@ -65,33 +65,48 @@ class Passes:
     def start(self, recorder: Recorder, run: Callable[[], Any]) -> Any:
         """Begins the pass that `run` runs, and records it."""
         if not self._running:
-            for uid, leaf in recorder.hooked_leaves().items():
-                self.leaf_hooks |= stand_ins(self, uid, leaf)
+            self.see(recorder.hooked_leaves())
+            if take_places(self.leaf_hooks.values()):
+                recorder.fail("CX0112", "a hook has removed a hook of a leaf")
         stepped = SteppedBackward()
         self._running.append(stepped)
         contexts = (recorder.on_another_thread(), same_stream())
         return self._advanced(lambda: stepped.start(run, ambient(), contexts))
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether events are made again, those of the user's code among them."""
+        return self._find is not None
+
+    def see(self, leaves: Mapping[int, torch.Tensor]) -> bool:
+        """Keeps the hooks that leaves have when the outermost pass begins; returns whether it does."""
+        begins = not self.leaf_hooks
+        if begins:
+            self.leaf_hooks = leaf_hooks(self, leaves)
+        return begins
+
     def go_on(self, returned: Any) -> Any:
         """Lets the innermost pass go on with what the user's code returned."""
-        if self._find is not None and self._recomputed:
+        if self._recomputed:
             self._recomputed.pop().end_saving()
         return self._advanced(lambda: self._running[-1].go_on(returned))
 
     def throw(self, error: BaseException) -> None:
         """Ends the innermost pass, if there is one, by what the user's code raised."""
+        if self._recomputed:
+            self._recomputed.pop().end_saving()
         if self._running:
             self._ended().throw(error)
 
     def abandon(self) -> None:
         """Ends all passes."""
-        while self._running:
+        while self._running or self._recomputed:
             self.throw(RuntimeError("the block has been left"))
 
     def call_back(self, name: str, gradients: Sequence[Any]) -> Any:
         """Has the program call the user's code; is called on a thread of the engine."""
         with WithoutModes():  # objects that Python does not know already; nothing is computed
-            own = [None if g is None else alias_of(g) for g in gradients]
+            own = [None if g is None else another_object(g) for g in gradients]
         return self._running[-1].call_back(CalledBack((name, *own)))
 
     @contextmanager
@@ -130,7 +145,7 @@ class Passes:
         if not self._running:
             for hook in self.leaf_hooks.values():
                 hook.put_back()
-            self.leaf_hooks.clear()
+            self.leaf_hooks = {}
         return ended
 
 

@@ -44,12 +44,13 @@ from coexec.runners.sizes import Sizes
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.callbacks import UNRETURNED, Stopped, go_on, hooked
+from coexec.tracegraph.callbacks import UNRETURNED, Stopped, go_on, hooked, leaf_called_back
 from coexec.tracegraph.exposed import expose
 from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding, is_shaped_by_data
 from coexec.tracegraph.live import Way, bound_of
 from coexec.tracegraph.numbers import TRANSFORMS, agree, fit, same_number
 from coexec.tracegraph.program import NodePlan
+from coexec.tracegraph.random_state import rng_state
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
 
 _T = TypeVar("_T")
@@ -345,6 +346,8 @@ class PythonRunner(EnteredNatively):
             if node.backward:
                 self.catch_up()  # it may have to add to gradients
                 self._check_hooks()
+                if not self._finds_callback(node):
+                    continue
             sizes = Sizes(self.graph_runner, self.skeleton.graph.symbols)
             refused = None
             if self._fits(node, whole_key, numbers, sizes):
@@ -399,11 +402,16 @@ class PythonRunner(EnteredNatively):
             if tensor is not None and tensor.requires_grad and calls.hooks_of(tensor) != known:
                 raise Mismatch("CX0112", "a leaf tensor has other hooks than in the traces")
 
-    def leaf(self, uid: int) -> torch.Tensor:
-        """The external tensor that traces name so."""
-        leaf = self.iteration.captured[self.skeleton.graph.captured.index(uid)]
-        assert leaf is not None  # others have no hooks: see `_check_hooks`
-        return leaf
+    def _finds_callback(self, node: Node) -> bool:
+        """Whether the hook that a backward pass calls next is that of a tensor which can be found."""
+        uid = leaf_called_back(node)
+        return uid is None or uid in self.hooked_leaves()
+
+    def hooked_leaves(self) -> dict[int, torch.Tensor]:
+        """Captured tensors with hooks, by what names them across traces."""
+        graph = self.skeleton.graph
+        leaves = zip(graph.captured, graph.hooks, self.iteration.captured, strict=True)
+        return {uid: leaf for uid, hooks, leaf in leaves if any(hooks) and leaf is not None}
 
     def _alternative(
         self, node: Node, tensors: list[torch.Tensor], numbers: list[Number]
@@ -725,6 +733,11 @@ class PythonRunner(EnteredNatively):
         it = self.iteration
         captured = [it.captured[i] for i in self.skeleton.bound]
         return [t for t in (*captured, *it.fed.values()) if t is not None]
+
+    def holds_random_state(self) -> bool:
+        """Whether Python holds a state of the generator, which it may give to somebody who does not wait."""
+        nodes = self.skeleton.graph.nodes
+        return any(nodes[b.event].function is rng_state for b in self.iteration.alive)
 
     def held(self) -> list[torch.Tensor]:
         """The placeholders that somebody besides the iteration refers to."""

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from coexec.tracegraph.calls import Container
+
 
 class CalledBack(tuple[Any, ...]):
     """What a backward pass returns that has to call the user: the name of the callback, and its gradients."""
@@ -32,8 +34,22 @@ class Stopped(tuple[Any, ...]):
     __slots__ = ()
 
 
+def is_stopped(result: Any) -> bool:
+    """Whether this is the result of a call that is stopped, as an event has it."""
+    return isinstance(result, Container) and result.kind is Stopped
+
+
 #: What the results of calls are made of that end otherwise than by returning to their callers.
 UNRETURNED = (CalledBack, Stopped)
+
+
+def leaf_called_back(node: Any) -> int | None:
+    """What names the leaf whose hook a part of a backward pass ends with, if it does."""
+    result = node.result
+    if not isinstance(result, Container) or result.kind is not CalledBack:
+        return None
+    name: str = result.items[0]
+    return None if name.isdigit() else int(name.split()[0])
 
 
 class Applied:
@@ -69,7 +85,7 @@ def hooked(tensor: torch.Tensor) -> NoReturn:
     raise RuntimeError("hooked is an event, and no function to be called")
 
 
-def entered() -> NoReturn:
+def entered(pattern: str) -> NoReturn:
     """The event that begins the region of a checkpoint, in which autograd saves nothing."""
     raise RuntimeError("entered is an event, and no function to be called")
 

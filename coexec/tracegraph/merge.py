@@ -17,6 +17,7 @@ from itertools import zip_longest
 from typing import Any
 
 from coexec.tracegraph import functions
+from coexec.tracegraph.callbacks import is_stopped
 from coexec.tracegraph.generalize import Generalized, generalize
 from coexec.tracegraph.graph import (
     END,
@@ -57,7 +58,8 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
     exposed = {e.uid for t in traces for e in t.externals if e.exposed}
     captured = {uid for uid, n in seen.items() if n > 1 or uid in parameters} - exposed - _restrided(traces)
     hooks = {e.uid: e.hooks for t in traces for e in t.externals}
-    path_dependent: set[tuple[object, ...]] = set()
+    # Whether a call is stopped depends on what has been saved before it.
+    path_dependent = {_identity(e) for t in traces for e in t.events if is_stopped(e.result)}
     while True:
         builder = _Builder(captured, path_dependent)
         for trace in traces:

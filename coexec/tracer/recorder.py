@@ -280,8 +280,8 @@ class Recorder(OwnMode, TorchDispatchMode):
         assert event is not None
         if isinstance(p.function, Update):
             self._check_update(p.function, event.operations, p.numbers)
-        computes = p.kind is not Kind.FETCH and p.function.__class__ is not Applied
-        if computes and event.on_host is None and self._reads_unseen(p, returned):
+        returns = p.function.__class__ is not Applied and returned.__class__ is not Stopped
+        if returns and p.kind is not Kind.FETCH and event.on_host is None and self._reads_unseen(p, returned):
             event.on_host = f"an integer tensor inside of {self._name()}"
         if event.on_host is not None and p.kind is not Kind.FETCH:
             self._check_host_event(p, returned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -806,3 +807,111 @@ def test_nothing_is_queued_outside_of_a_backward_pass():
                 torch.autograd.Variable._execution_engine.queue_callback(print)
 
     compare(weights("a"), step, 10)
+
+
+# --- found by trying to break it ------------------------------------------------------------------------
+
+
+def test_a_gradient_that_a_hook_keeps_is_not_reused_by_autograd():
+    def make():
+        state = weights("a")()
+        state.a.register_hook(lambda g: setattr(state, "kept", g))
+        return state
+
+    def step(s, k, tape):
+        x = torch.rand(3)
+        with tape():
+            s.a.grad = None
+            (s.a * x).sum().backward()
+            s.a.grad.mul_(2)
+            if k in (5, 7):
+                s.log.append(s.a.grad.sum().item())
+
+    coexecuted(compare(make, step, 12), 4)
+
+
+@pytest.mark.parametrize("hooks", [1, 2])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_hook_of_a_leaf_removes_a_hook(hooks, options):
+    def make():
+        state = weights("a")()
+        state.calls = []
+
+        def first(g):
+            state.calls.append(len(state.calls))
+            if len(state.calls) in (2, 9):
+                state.handle.remove()
+            return g * 0.5
+
+        state.add = lambda: setattr(state, "handle", state.a.register_hook(first))
+        state.add()
+        if hooks > 1:
+            state.a.register_hook(lambda g: g + 1)
+        return state
+
+    def step(s, k, tape):
+        if k == 5:
+            s.handle.remove()
+            s.add()
+        with tape():
+            s.a.grad = None
+            (s.a * 3).sum().backward()
+            s.log.append(s.a.grad + 0)
+
+    compare(make, step, 16, **options)
+
+
+def test_a_leaf_with_hooks_becomes_another_one():
+    def make():
+        state = weights("p")()
+        state.q = state.p
+        state.p.register_hook(lambda g: (state.log.append(1), g * 2)[1])
+        return state
+
+    def step(s, k, tape):
+        if k in (6, 7, 11):
+            s.p, s.q = torch.ones(3, requires_grad=True), s.p
+        with tape():
+            s.p.grad = s.q.grad = None
+            (s.p.sin() + s.q * 2).sum().backward()
+
+    compare(make, step, 14)
+
+
+def test_a_replay_for_what_no_trace_can_hold_runs_no_code_again():
+    def step(s, k, tape):
+        x = np.ones((5, 4), np.float32)
+        with tape():
+            y = s.model(torch.from_numpy(x))
+            y.register_hook(lambda g: s.log.append(k))
+            train(s, Swish.apply(y).square().sum())
+            if k in (5, 8):
+                x += 1
+                s.log.append(s.model(torch.from_numpy(x)).sum().item())
+
+    compare(linear, step, 12)
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_an_error_names_the_hook(leaf):
+    def make():
+        state = linear()
+
+        def too_small(g):
+            return g[:1] if len(state.log) in (1, 6) else g
+
+        state.hook = too_small
+        if leaf:
+            state.model.weight.register_hook(too_small)
+        return state
+
+    def step(s, k, tape):
+        s.log.append(k)
+        x = torch.randn(5, 4)
+        with tape():
+            y = s.model(x)
+            if not leaf:
+                y.register_hook(s.hook)
+            train(s, y.square().sum())
+
+    compare(make, step, 10)

@@ -323,3 +323,77 @@ def test_a_model_is_evaluated_with_a_seed_of_its_own():
                 s.log.append(twin(torch.randn(2, 4)).sum().item())
 
     coexecuted(compare(linear, step, 12), 6)
+
+
+# --- found by trying to break it ------------------------------------------------------------------------
+
+
+@checkpoints
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_call_that_reads_a_mask_can_be_the_last_that_runs_again(preserve):
+    def step(s, k, tape):
+        def layer(x, mask):
+            y = x * mask
+            print("behind")
+            return y
+
+        mask = torch.rand(3) > 0.5
+        with tape():
+            s.a.grad = None
+            y = checkpoint(layer, s.a, mask, use_reentrant=False, preserve_rng_state=preserve)
+            y.sum().backward()
+
+    coexecuted(compare(weights("a"), step, 12), 6)
+
+
+@checkpoints
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_nothing_is_saved_in_another_way_behind_a_fallback(options):
+    """The function has run again, and what follows in the backward pass is not in the graph."""
+
+    def step(s, k, tape):
+        x = torch.randn(6, 4)
+        runs = []
+
+        def layer(x):
+            runs.append(k)
+            h = s.model(x).tanh()
+            if k in (5, 8) and len(runs) > 1:
+                s.random = torch.get_rng_state()
+            return h.sin()
+
+        with tape():
+            train(s, checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False).mean())
+        y = s.model(x)
+        train(s, y.sin().mean())
+
+    compare(linear, step, 12, **options)
+
+
+@checkpoints
+def test_whether_a_function_stops_early_is_looked_at_in_every_step():
+    def step(s, k, tape):
+        def layer(x):
+            y = x.tanh()
+            print("behind")
+            return y + 1
+
+        with tape(), set_checkpoint_early_stop(k not in (6, 9)):
+            s.optimizer.zero_grad()
+            checkpoint(layer, s.model.weight, use_reentrant=False).sum().backward()
+
+    coexecuted(compare(linear, step, 14), 6)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_state_that_a_block_has_seen_is_set_behind_it(options):
+    def step(s, k, tape):
+        with tape():
+            s.log.append(torch.rand(2))
+            state = torch.get_rng_state()
+            s.a.grad = None
+            (s.a * torch.rand(3)).sum().backward()
+        torch.set_rng_state(state)
+        s.log.append(torch.rand(2))
+
+    coexecuted(compare(weights("a"), step, 12, every=4, **options), 6)
