@@ -3,8 +3,9 @@
 In:  the leaf, with the hooks that it has when a backward pass begins.
 Out: calls of the user's functions, when the engine or the program asks for them.
 
-While the real engine runs, stand-ins are in the places of the user's functions. A hook may remove another one, or
-itself. Where a pass is replayed that the program has partly seen, it begins with the hooks that it began with.
+While the real engine runs, stand-ins are in the places of the user's functions. A hook may remove another one,
+or itself. A pass that is replayed, because the program has seen a part of it, begins with the hooks that it began
+with.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ def leaf_hooks(passes: Passes, leaves: Mapping[int, torch.Tensor]) -> dict[str, 
 
 
 def take_places(hooks: Iterable[LeafHook]) -> bool:
-    """Puts stand-ins in the places of hooks, in their order; returns whether the leaves have other hooks by now."""
+    """Puts stand-ins in the places of hooks, in their order.
+
+    Returns:
+        Whether the leaves have other hooks by now.
+    """
     each: dict[int, list[LeafHook]] = defaultdict(list)
     for hook in hooks:
         each[id(hook.place[0])].append(hook)
@@ -92,8 +97,6 @@ def take_places(hooks: Iterable[LeafHook]) -> bool:
         changed |= list(now) != keys
         for hook in group:
             hook.take_place()
-        for key in [
-            k for k in now if k not in keys
-        ]:  # behind what is put in again, and not called in this pass
+        for key in [k for k in now if k not in keys]:  # new ones are behind what is put in again
             now[key] = now.pop(key)
     return changed
