@@ -3,9 +3,9 @@
 In:  the leaf, with the hooks that it has when a backward pass begins.
 Out: calls of the user's functions, when the engine or the program asks for them.
 
-While the real engine runs, stand-ins are in the places of the user's functions. A hook may remove another one,
-or itself. A pass that is replayed, because the program has seen a part of it, begins with the hooks that it began
-with.
+While the real engine runs, stand-ins are in the places of the user's functions. A hook may remove another one
+or itself. A pass that is replayed, because the program has seen a part of it, begins with the hooks that it
+began with.
 """
 
 from __future__ import annotations
