@@ -247,6 +247,24 @@ def test_a_part_of_the_graph_that_grad_went_around_cannot_be_used_behind_the_blo
     assert outcomes(step, parameter) == ("reached", "an error")
 
 
+@divergence("seen")
+def test_a_gradient_that_two_hooks_are_given_is_two_objects():
+    """They are on the same memory, as the one object of eager is. So it is with the backward of custom functions."""
+
+    def step(tape, weight, i):
+        given = []
+        with tape():
+            one, two = weight * 2, weight * 3
+            one.register_hook(given.append)
+            two.register_hook(given.append)
+            (one + two).sum().backward()
+        return given[0] is given[1]
+
+    eager, ours = outcomes(step, parameter)
+    assert eager
+    assert not ours
+
+
 @divergence("silent")
 def test_a_hook_of_a_gradient_accumulator_is_not_called():
     """A hook that was registered on an autograd node that computes nothing is not seen."""

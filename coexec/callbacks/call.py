@@ -7,6 +7,7 @@ Out: its forward, run as the user wrote it; its outputs with their autograd node
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ class Call:
         function: the custom function.
         marks: what its forward has said of its inputs and outputs.
         spent: whether a backward pass has called it that frees what it goes through.
+        hooks: what is called behind the backward, with what it has returned and what it was given.
     """
 
     def __init__(self, owner: Callbacks, function: type[Function], args: tuple[Any, ...]) -> None:
@@ -50,6 +52,7 @@ class Call:
         needs = tuple([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
         self.context: Context | None = Context(needs)
         self.spent = False
+        self.hooks: OrderedDict[int, Any] = OrderedDict()
         self._is_recorded = torch.is_grad_enabled() and any(needs)
         self._saved_outputs: dict[int, int] = {}  # position among what is saved -> among outputs
         self._known: dict[int, Any] = {}  # of saved outputs, what the recorder knows of them
@@ -124,7 +127,12 @@ class Call:
             )
         function: Any = self.function
         backward = function.backward if function.vjp is Function.vjp else function.vjp
-        return backward(self.context, *gradients)
+        returned = backward(self.context, *gradients)
+        for hook in list(self.hooks.values()):
+            given = returned if isinstance(returned, tuple) else (returned,)
+            changed = hook(given, tuple(gradients))
+            returned = returned if changed is None else changed
+        return returned
 
     def called_back(self, node: Any, gradients: Sequence[Any]) -> Any:
         """Is called by autograd: runs the user's backward, on the thread of the program if that waits."""
@@ -148,6 +156,7 @@ class Call:
         """Drops what a backward pass may ask for, before it is seen which placeholders Python holds."""
         if self.spent:
             self.context = None
+            self.hooks.clear()
         elif self.context is not None:
             self.context.to_save = ()  # if the iteration falls back, its event has them
 

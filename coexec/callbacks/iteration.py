@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -21,6 +22,7 @@ from coexec._private import is_inmost
 from coexec.callbacks.call import Call
 from coexec.callbacks.checkpoint import Recomputation
 from coexec.callbacks.context import is_documented
+from coexec.callbacks.handle import NodeHandle
 from coexec.callbacks.hook import Hook
 from coexec.callbacks.leaf_hook import LeafHook
 from coexec.callbacks.passes import Passes, Recorder, given
@@ -60,6 +62,7 @@ class Callbacks:
         self.passes = Passes()
         self._all: list[Call | Hook | Recomputation] = []
         self._attached = 0  # how many of them autograd knows
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], Call]] = {}  # by id of an output
         self._regions = 0  # of checkpoints, that Python is in
         self._entered: list[Recomputation] = []  # whose regions autograd is in
         self._at_end: list[list[Callable[[], None]]] = []  # of each pass whose code is being called
@@ -86,10 +89,24 @@ class Callbacks:
         event: Any = applied(function)
         made: list[Any] = handle_torch_function(event, (), pattern, tensors, outputs, saved)
         call.finish()
+        self._made |= {id(t): (weakref.ref(t), call) for t in made}
         if not isinstance(returned, tuple):
             return made[0] if made else returned
         remaining = iter(made)
         return tuple([next(remaining) if isinstance(r, torch.Tensor) else r for r in returned])
+
+    def node_of(self, tensor: torch.Tensor) -> NodeHandle | None:
+        """The autograd node of a tensor that a custom function has returned."""
+        made = self._made.get(id(tensor))
+        if made is None or made[0]() is not tensor or made[1].context is None:
+            return None
+
+        def real() -> Any:
+            self._not_described("CX0109", "the program looks at grad_fn")
+            with torch._C.DisableTorchFunction():
+                return tensor.grad_fn
+
+        return NodeHandle(made[1], real)
 
     def register_hook(self, function: Callable[[Any], Any], event: Callable[[], Any]) -> RemovableHandle:
         """Does what `Tensor.register_hook` does; `event` makes the event of it."""
@@ -250,6 +267,7 @@ class Callbacks:
         for callback in self._all:
             callback.part()
         self._all.clear()
+        self._made.clear()
         self.mode = self.recorder = self.give_up = self.hooked_leaves = None
 
 

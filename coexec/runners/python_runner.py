@@ -44,7 +44,7 @@ from coexec.runners.sizes import Sizes
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.callbacks import UNRETURNED, Stopped, go_on, hooked, leaf_called_back
+from coexec.tracegraph.callbacks import UNRETURNED, Applied, Stopped, go_on, hooked, leaf_called_back
 from coexec.tracegraph.exposed import expose
 from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding, is_shaped_by_data
 from coexec.tracegraph.live import Way, bound_of
@@ -636,10 +636,15 @@ class PythonRunner(EnteredNatively):
         self.iteration.grads[id(leaf)] = (leaf_token, value_token)
         self.iteration.records.append(GradRecord(leaf_token, value_token))
 
-    def _grad_fn(self, tensor: torch.Tensor) -> None:
+    def _grad_fn(self, tensor: torch.Tensor) -> Any:
         symbol = self.iteration.symbols.get(id(tensor))
-        if (tensor.grad_fn if symbol is None else symbol.history) is not None:
+        if (tensor.grad_fn if symbol is None else symbol.history) is None:
+            return None
+        made = None if symbol is None else self.skeleton.graph.nodes[symbol.binding.event].function
+        node = self.callbacks.node_of(tensor) if made.__class__ is Applied else None
+        if node is None:
             raise Mismatch("CX0109", "the program looks at grad_fn")
+        return node
 
     # --- the end --------------------------------------------------------------------------------------
 

@@ -915,3 +915,70 @@ def test_an_error_names_the_hook(leaf):
             train(s, y.square().sum())
 
     compare(make, step, 10)
+
+
+# --- hooks of modules ---------------------------------------------------------------------------------
+
+
+MODULE_HOOKS = {
+    "sees": lambda s, m: m.register_full_backward_hook(
+        lambda m, i, o: s.log.append((len(i), o[0].norm().item()))
+    ),
+    "changes": lambda s, m: m.register_full_backward_hook(lambda m, i, o: (i[0] * 0.5,)),
+    "keeps": lambda s, m: m.register_full_backward_hook(
+        lambda m, i, o: s.log.append(([t + 0 for t in i], [t * 1 for t in o]))
+    ),
+    "before": lambda s, m: m.register_full_backward_pre_hook(lambda m, o: (o[0] * 0.5,)),
+    "both": lambda s, m: (
+        m.register_full_backward_pre_hook(lambda m, o: s.log.append("before")),
+        m.register_full_backward_hook(lambda m, i, o: s.log.append("behind")),
+    ),
+}
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("name", MODULE_HOOKS)
+def test_hooks_of_modules_are_co_executed(name, options):
+    def make():
+        state = linear()
+        state.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        state.optimizer = torch.optim.SGD(state.model.parameters(), 0.1)
+        MODULE_HOOKS[name](state, state.model[2])
+        MODULE_HOOKS[name](state, state.model[1])
+        return state
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, s.model(x).square().mean())
+
+    coexecuted(compare(make, step, 12, **options), 6)
+
+
+def test_hooks_of_modules_come_and_go():
+    def step(s, k, tape):
+        if k == 5:
+            s.handle = s.model.register_full_backward_hook(lambda m, i, o: s.log.append(k))
+        elif k == 12:
+            s.handle.remove()
+            del s.handle
+        x = torch.randn(5, 4, requires_grad=True)
+        with tape():
+            train(s, s.model(x).square().mean())
+            if k in (8, 10):
+                s.log.append(s.model.weight.norm().item())
+
+    coexecuted(compare(linear, step, 20), 8)
+
+
+def test_other_things_of_a_node_are_looked_at_in_eager_execution():
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            y = Swish.apply(s.model(x))
+            s.log.append(y.grad_fn.name())
+            if k in (1, 6):
+                s.log.append(len(y.grad_fn.next_functions))
+            train(s, y.square().mean())
+
+    coexecuted(compare(linear, step, 12), 4)
