@@ -249,7 +249,8 @@ def test_a_part_of_the_graph_that_grad_went_around_cannot_be_used_behind_the_blo
 
 @divergence("seen")
 def test_a_gradient_that_two_hooks_are_given_is_two_objects():
-    """They are on the same memory, as the one object of eager is. So it is with the backward of custom functions."""
+    """They are on the same memory, as the one object of eager is. The `backward` of custom functions gets
+    objects of its own, too."""
 
     def step(tape, weight, i):
         given = []

@@ -1,8 +1,8 @@
 """What Python sees of the autograd node of a custom function, in the block that made it.
 
 In:  the call of the function.
-Out: the node's name, and hooks on it: full backward hooks of modules are made of these. Whoever asks for anything
-     else gets the real node, in an iteration that is none of the graph's.
+Out: the node's name, and hooks on it: full backward hooks of modules are made of these. Whoever asks for
+     anything else gets the real node, in an iteration that is none of the graph's.
 """
 
 from __future__ import annotations
