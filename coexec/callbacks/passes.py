@@ -6,6 +6,7 @@ Out: what the passes return: results, or a `CalledBack` where the user's code ha
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,4 +152,7 @@ class Passes:
 
 def given(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call that runs a backward pass sets one of its flags."""
-    return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get(name))
+    return bool(_signature(function).bind(*args, **kwargs).arguments.get(name))
+
+
+_signature = functools.cache(inspect.signature)

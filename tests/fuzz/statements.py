@@ -325,6 +325,7 @@ def hook(w):
         "if {a}.requires_grad: state.hook = {a}.register_hook(lambda g: g.clamp(-0.1, 0.1))",
         "if {c} and hasattr(state, 'hook'): state.hook.remove()",
         "if k == 3: state.weight.register_hook(lambda g: g * 0.5)",
+        "if k == 5: state.model.register_full_backward_hook(lambda m, i, o: state.log.append(len(o)))",
         "if k == 4: state.weight.register_post_accumulate_grad_hook(lambda p: print(p.grad.sum() > 0))",
     ]
     w.emit(w.choose(forms).format(a=a, n=w.number(), c=w.condition()))
