@@ -517,11 +517,15 @@ def test_threads_of_the_engine_end():
 # --- hooks ------------------------------------------------------------------------------------------
 
 
+def _uses(value, y):  # not y itself: PyTorch would never free it
+    y.register_hook(lambda g: g * value.tanh())
+
+
 HOOKS = {
     "halves": lambda s, y: y.register_hook(lambda g: g * 0.5),
     "looks": lambda s, y: y.register_hook(lambda g: s.log.append(g.norm().item())),
     "keeps": lambda s, y: y.register_hook(lambda g: s.log.append(g)),
-    "uses the tensor": lambda s, y: y.register_hook(lambda g: g * y.detach().tanh()),
+    "uses the tensor": lambda s, y: _uses(y.detach(), y),
     "draws": lambda s, y: y.register_hook(lambda g: g + torch.randn_like(g)),
     "two": lambda s, y: (y.register_hook(lambda g: g + 1), y.register_hook(lambda g: g.clamp(max=1.01))),
 }
@@ -622,14 +626,14 @@ def _halve(parameter):
 def _with_hooks(kind):
     def make():
         state = linear()
-        state.calls = []
+        calls = state.calls = []  # hooks do not hold the state: PyTorch would never free it
         weight, bias = state.model.weight, state.model.bias
         if kind == "on the gradient":
             weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
-            bias.register_hook(lambda g: state.calls.append(g.norm().item()))
+            bias.register_hook(lambda g: calls.append(g.norm().item()))
             bias.register_hook(lambda g: g * 0.5)
         elif kind == "behind the accumulation":
-            weight.register_post_accumulate_grad_hook(lambda p: state.calls.append(p.grad.norm().item()))
+            weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.norm().item()))
             bias.register_post_accumulate_grad_hook(_halve)
         elif kind == "an optimizer in the backward pass":
             for p in state.model.parameters():
@@ -695,8 +699,8 @@ def test_a_hook_of_a_parameter_that_raises_leaves_the_state_that_eager_leaves():
     def make():
         state = linear()
 
-        def check(p):
-            if len(state.log) in (5, 7):
+        def check(p, log=state.log):
+            if len(log) in (5, 7):
                 raise RuntimeError("not this one")
 
         state.model.weight.register_post_accumulate_grad_hook(check)
