@@ -136,6 +136,11 @@ def name_node(function: type[torch.autograd.Function], name: str) -> None:
     function._backward_cls.__name__ = function._backward_cls.__qualname__ = name
 
 
+def give_attributes(function: type[torch.autograd.Function], get: Callable[[Any, str], Any]) -> None:
+    """Has the autograd nodes that `function` makes ask `get` for attributes that they do not have."""
+    function._backward_cls.__getattr__ = get
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for another inside of a `torch.func` transform."""
     wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -258,16 +263,21 @@ def has_setup_context(function: type[torch.autograd.Function]) -> bool:
     return bool(torch.autograd.function._is_setup_context_defined(function.setup_context))
 
 
-#: What PyTorch makes for a checkpoint, the region in which it saves nothing, and how it stops the second run.
-CheckpointFrame: Any = _checkpoint._CheckpointFrame
-CheckpointRegion: Any = _checkpoint._checkpoint_hook
-StopRecomputing: type[Exception] = _checkpoint._StopRecomputationError
-
-#: Whether a frame saves its inputs by itself; where it does not, checkpoints are not taken part in.
-FRAMES_SAVE_INPUTS = hasattr(CheckpointFrame, "save_inputs")
-
-#: Where a checkpoint finds these.
+#: What PyTorch makes for a checkpoint, the region in which it saves nothing, and where it finds them.
 CHECKPOINTS: tuple[Any, str, str] = (_checkpoint, "_CheckpointFrame", "_checkpoint_hook")
+CheckpointFrame: Any = getattr(_checkpoint, "_CheckpointFrame", object)
+CheckpointRegion: Any = getattr(_checkpoint, "_checkpoint_hook", object)
+
+
+class _NotStopped(Exception):
+    """Is raised by nobody."""
+
+
+#: How PyTorch stops the function of a checkpoint when it runs again.
+StopRecomputing: type[Exception] = getattr(_checkpoint, "_StopRecomputationError", _NotStopped)
+
+#: Whether a frame saves its inputs by itself; where it does not, checkpoints are left to PyTorch.
+FRAMES_SAVE_INPUTS = hasattr(CheckpointFrame, "save_inputs")
 
 
 def top_saving_hooks() -> tuple[Any, Any]:

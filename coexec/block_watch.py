@@ -208,7 +208,7 @@ def _watched_region(original: Any) -> Any:
 def _checkpointing() -> Callbacks | None:
     """What checkpoints of this thread are events of."""
     watch = _watches.get(threading.get_ident())
-    return None if watch is None or not (FRAMES_SAVE_INPUTS and is_inmost()) else watch.callbacks
+    return watch.callbacks if watch is not None and is_inmost() else None
 
 
 def _watched_script(call: Any) -> Any:
@@ -295,8 +295,6 @@ def _places() -> list[_Place]:
         # What `Function.apply` calls: programs may have got that one before the block.
         _Place(AUTOGRAD_FUNCTION, "apply", _watched_apply),
         _Place(torch.autograd.Variable, "_execution_engine", _Engine),
-        _Place(CHECKPOINTS[0], CHECKPOINTS[1], _watched_frame),
-        _Place(CHECKPOINTS[0], CHECKPOINTS[2], _watched_region),
         *(_Place(kind, "__call__", _watched_script) for kind in SCRIPTED),
         *(calls(owner, name, Watched.KEEPS, "to_dlpack") for owner, name in EXPORTS),
         _Place(torch.nn.Parameter, "__new__", _watched_new),
@@ -305,6 +303,9 @@ def _places() -> list[_Place]:
         *(calls(o, n, Watched.TRANSFORMS, "a torch.func transform") for o, n in TRANSFORM_ENTRIES),
         *(calls(owner, name, Watched.COMPILES, f"torch.{name}") for owner, name in CONTROL_FLOW),
     ]
+    if FRAMES_SAVE_INPUTS:
+        module, frame, region = CHECKPOINTS
+        found += [_Place(module, frame, _watched_frame), _Place(module, region, _watched_region)]
     for functional, original in ORIGINALS.items():
         module = importlib.import_module(functional.module)
         make = functools.partial(_watched_update, functional)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coexec._private import AUTOGRAD_APPLY, name_node
+from coexec._private import AUTOGRAD_APPLY, give_attributes, name_node
 
 if TYPE_CHECKING:
     from coexec.callbacks.call import Call
@@ -57,6 +57,14 @@ def _marked(mark: Any, among: Sequence[Any]) -> Any:
     return among[mark] if isinstance(mark, int) else mark
 
 
+def _attribute(node: Any, name: str) -> Any:
+    """What the user has given the `ctx`: in PyTorch that is the node itself."""
+    context = None if name == "call" else node.call.context
+    if context is None or name.startswith("__"):
+        raise AttributeError(f"the autograd node has no attribute {name!r}")
+    return getattr(context, name)
+
+
 _nodes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -65,4 +73,5 @@ def _node_of(function: type[torch.autograd.Function]) -> Any:
     if node is None:
         node = _nodes[function] = type("Node", (_Node,), {})
         name_node(node, f"{function.__name__}Backward")
+        give_attributes(node, _attribute)
     return node

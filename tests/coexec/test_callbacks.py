@@ -975,6 +975,29 @@ def test_hooks_of_modules_come_and_go():
     coexecuted(compare(linear, step, 20), 8)
 
 
+def test_a_node_has_what_its_function_gave_to_the_context():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.scale = scale
+            return x * scale
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.scale, None
+
+    def step(s, k, tape):
+        with tape():
+            y = Scaled.apply(s.a, 0.5 + k)
+            if k % 2:
+                s.log.append((y.grad_fn.scale, hasattr(y.grad_fn, "nothing"), y.grad_fn.name()))
+        if k > 3:
+            s.log.append((y.grad_fn.scale, hasattr(y.grad_fn, "nothing"), type(y.grad_fn).__name__))
+        y.sum().backward()
+
+    compare(weights("a"), step, 8)
+
+
 def test_other_things_of_a_node_are_looked_at_in_eager_execution():
     def step(s, k, tape):
         x = torch.randn(5, 4)

@@ -391,3 +391,95 @@ def test_without_parts_only_the_functions_that_draw_are_others():
     assert [d for d in definitions if "coexec" in d] == ["aoti_torch_cpu_rand=coexec_cpu_rand"]
     assert not any("wrap" in f for f in flags)
     assert regions == 1
+
+
+def test_a_checkpoint_makes_a_frame_and_a_region_and_is_stopped_by_an_exception(monkeypatch):
+    module, frame, region = _private.CHECKPOINTS
+    assert (getattr(module, frame), getattr(module, region)) == (
+        _private.CheckpointFrame,
+        _private.CheckpointRegion,
+    )
+    made, ended = [], []
+
+    class Region(_private.CheckpointRegion):
+        def __init__(self, its):
+            super().__init__(its)
+            made.append(its)
+
+    def layer(x):
+        try:
+            return x.exp().tanh()
+        except _private.StopRecomputing:
+            ended.append("stopped")
+            raise
+
+    monkeypatch.setattr(module, region, Region)
+    weight = torch.ones(3, requires_grad=True)
+    loss = torch.utils.checkpoint.checkpoint(layer, weight, use_reentrant=False).sum()
+    assert [type(m) for m in made] == [_private.CheckpointFrame]
+    assert callable(made[0].recompute_fn)
+    assert made[0].early_stop
+    loss.backward()
+    assert ended == ["stopped"]
+
+
+def test_hooks_that_save_tensors_are_found_and_told_apart():
+    assert _private.top_saving_hooks() is None
+    pack, unpack = (lambda t: t), (lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert _private.top_saving_hooks() == (pack, unpack)
+        assert _private.transform_depth(0) == (0, True)
+        _private.own_hooks.add(pack)
+        assert _private.transform_depth(0) == (0, False)
+
+
+def test_autograd_does_not_reuse_a_gradient_while_another_object_of_it_is_held():
+    weight = torch.ones(3, requires_grad=True)
+    held = []
+    weight.register_hook(lambda g: held.append(_private.another_object(g)))
+    (weight * 2).sum().backward()
+    weight.grad.zero_()
+    assert held[0].tolist() == [2, 2, 2]
+
+
+def test_a_node_asks_for_attributes_that_it_does_not_have():
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+    _private.give_attributes(Plain, lambda node, name: f"the {name}")
+    assert Plain.apply(torch.ones(1, requires_grad=True)).grad_fn.color == "the color"
+
+
+def test_a_mode_that_answers_a_call_can_be_entered_again():
+    seen = []
+
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function.__name__)
+            if function is torch.add:
+                with _private.entered_again(self):
+                    torch.mul(1, torch.ones(1))
+            return function(*args, **(kwargs or {}))
+
+    with Sees():
+        torch.add(torch.zeros(1), 1)
+    assert [s for s in seen if s in ("add", "mul")] == ["add", "mul"]
+
+
+def test_the_engine_that_autograd_uses_is_found_in_a_class():
+    asked = []
+
+    class Engine:
+        def __getattr__(self, name):
+            asked.append(name)
+            return getattr(engine, name)
+
+    engine = torch.autograd.Variable._execution_engine
+    torch.autograd.Variable._execution_engine = Engine()
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    finally:
+        torch.autograd.Variable._execution_engine = engine
+    assert asked == ["run_backward"]
