@@ -138,7 +138,8 @@ def name_node(function: type[torch.autograd.Function], name: str) -> None:
 
 def give_attributes(function: type[torch.autograd.Function], get: Callable[[Any, str], Any]) -> None:
     """Has the autograd nodes that `function` makes ask `get` for attributes that they do not have."""
-    function._backward_cls.__getattr__ = get
+    node: Any = function._backward_cls
+    node.__getattr__ = get
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
