@@ -50,7 +50,7 @@ class Call:
         self._owner: Callbacks | None = owner
         self._is_tensor = [isinstance(a, torch.Tensor) for a in args]
         needs = tuple([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
-        self.context: Context | None = Context(needs)
+        self.context: Context | None = Context(needs, self)
         self.spent = False
         self.hooks: OrderedDict[int, Any] = OrderedDict()
         self._is_recorded = torch.is_grad_enabled() and any(needs)
@@ -147,6 +147,15 @@ class Call:
             return owner.call_back(self, gradients)
         finally:
             context.node, context.unpacked = outer
+
+    def undocumented(self, name: str) -> Any:
+        """What the node has that the context has not: only while autograd's engine calls the function."""
+        if self._owner is not None:
+            self._owner.node_needed(self.function.__name__, name)
+        node = None if self.context is None else self.context.node
+        if node is None:
+            raise AttributeError(f"the context of {self.function.__name__} has no attribute {name!r} here")
+        return getattr(node, name)
 
     def attached(self, recorder: Recorder, outputs: Sequence[Any]) -> None:
         """Keeps what a recorder knows of saved outputs, which autograd gives back as other objects."""

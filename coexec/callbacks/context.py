@@ -7,14 +7,19 @@ Out: the same for `backward`, whether autograd has a node of the function (while
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from coexec._private import WithoutModes
+
+if TYPE_CHECKING:
+    from coexec.callbacks.call import Call
 
 #: What a real `ctx` has besides what PyTorch documents. Functions that name it get the real one.
 _UNDOCUMENTED = frozenset(
@@ -33,7 +38,7 @@ class Context(FunctionCtx):
         unpacked: is called with what that node had saved.
     """
 
-    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+    def __init__(self, needs_input_grad: tuple[bool, ...], call: Call) -> None:
         self.needs_input_grad = needs_input_grad
         self.materialize_grads = True
         self.to_save = ()
@@ -41,6 +46,7 @@ class Context(FunctionCtx):
         self.non_differentiable = ()
         self.node: Any = None
         self.unpacked: Callable[[Any], None] | None = None
+        self._call = weakref.ref(call)
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
@@ -53,11 +59,22 @@ class Context(FunctionCtx):
             self.unpacked(tensors)
         return tensors
 
+    def __getattr__(self, name: str) -> Any:
+        call = self.__dict__.get("_call", _nobody)()
+        if call is None or not hasattr(BackwardCFunction, name):
+            raise AttributeError(f"the context of an autograd function has no attribute {name!r}")
+        return call.undocumented(name)
+
+
+def _nobody() -> None:
+    """The call of a context that has none."""
+
 
 def is_documented(function: type[torch.autograd.Function]) -> bool:
     """Whether a custom function uses its `ctx` only as PyTorch documents, as far as its code names it."""
     methods = (function.forward, function.backward, function.vjp, function.setup_context)
-    return all(_UNDOCUMENTED.isdisjoint(_names(getattr(m, "__code__", None))) for m in methods)
+    codes = (getattr(m, "__code__", None) for method in methods for m in (method, inspect.unwrap(method)))
+    return all(_UNDOCUMENTED.isdisjoint(_names(code)) for code in codes)
 
 
 def _names(code: CodeType | None) -> set[str]:

@@ -123,6 +123,10 @@ class Callbacks:
         """A hook is removed that a backward pass may have called."""
         self._not_described("CX0109", "a hook is removed")
 
+    def node_needed(self, function: str, name: str) -> None:
+        """A custom function uses its context in a way that only the real one can be used in."""
+        self._not_described("CX0102", f"{function} looks at {name} of its context")
+
     def enter_region(self, recomputation: Recomputation) -> None:
         """Begins the region of a checkpoint."""
         self._all.append(recomputation)

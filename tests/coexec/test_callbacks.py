@@ -785,6 +785,35 @@ class Queues(torch.autograd.Function):
         return g * 2, None, None
 
 
+def _next_functions(ctx):
+    return len(ctx.next_functions)
+
+
+@pytest.mark.parametrize("when", [{1, 2}, {6, 8}, set(range(12))], ids=str)
+def test_what_only_a_real_context_has_is_looked_at_in_another_function(when):
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, k, log):
+            ctx.k, ctx.log = k, log
+            return x * 2
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, g):
+            h = g * 2
+            if ctx.k in when:
+                ctx.log.append(_next_functions(ctx))
+            ctx.log.append(hasattr(ctx, "nothing"))
+            return h, None, None
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, Hidden.apply(s.model(x), k, s.log).square().mean())
+
+    compare(linear, step, 12)
+
+
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("fallback", [False, True])
 def test_what_is_queued_for_the_end_of_a_backward_pass_is_called_there(fallback, options):
