@@ -281,9 +281,9 @@ StopRecomputing: type[Exception] = getattr(_checkpoint, "_StopRecomputationError
 FRAMES_SAVE_INPUTS = hasattr(CheckpointFrame, "save_inputs")
 
 
-def top_saving_hooks() -> tuple[Any, Any]:
-    """The functions that pack and unpack what autograd saves."""
-    hooks: tuple[Any, Any] = torch._C._autograd._top_saved_tensors_default_hooks(True)
+def top_saving_hooks() -> tuple[Any, Any] | None:
+    """The functions that pack and unpack what autograd saves, if there are any."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
@@ -327,7 +327,7 @@ def transform_depth(own_modes: int) -> tuple[int, bool]:
     """Dispatch modes and functorch levels that are active, and whether saved tensors are packed unseen."""
     depth: int = torch._C._len_torch_dispatch_stack() - own_modes
     level: int = torch._C._functorch.maybe_current_level() or 0
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saving_hooks()
     packing = hooks is not None and hooks[0] not in own_hooks
     return depth * 1000 + level, packing
 

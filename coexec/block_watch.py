@@ -129,16 +129,27 @@ class BlockWatch:
                 _uninstall()
 
 
+def _watch() -> BlockWatch | None:
+    """The watch of the current thread."""
+    return _watches.get(threading.get_ident())
+
+
+def _callbacks() -> Callbacks | None:
+    """What the current thread's code in backward passes is a part of."""
+    watch = _watch()
+    return None if watch is None else watch.callbacks
+
+
 def _report(
     kind: Watched, name: str, arguments: tuple[Any, ...] = ()
 ) -> contextlib.AbstractContextManager[None]:
-    watch = _watches.get(threading.get_ident())
+    watch = _watch()
     return contextlib.nullcontext() if watch is None else watch.called(kind, name, arguments)
 
 
 class _Generator:
     def __getattr__(self, name: str) -> Any:
-        watch = _watches.get(threading.get_ident())
+        watch = _watch()
         if watch is not None and watch.orders_draws and name in EVENTS and is_inmost():
             return functools.partial(_random_event, name)
         with _report(Watched.RANDOM, f"the default generator's {name}"):
@@ -161,9 +172,9 @@ def _watched_apply(found: Any) -> Any:
     apply = found if isinstance(found, classmethod) else AUTOGRAD_APPLY  # what it found is bound to its base
 
     def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = _watches.get(threading.get_ident())
-        if watch is not None and watch.callbacks is not None and apply is AUTOGRAD_APPLY and not kwargs:
-            returned = watch.callbacks.apply(cls, args)
+        callbacks = _callbacks()
+        if callbacks is not None and apply is AUTOGRAD_APPLY and not kwargs:
+            returned = callbacks.apply(cls, args)
             if returned is not NotImplemented:
                 return returned
         with _report(Watched.KEEPS, f"{cls.__name__}.apply", args):
@@ -182,10 +193,8 @@ class _Engine:
         return getattr(self._engine, name)
 
     def queue_callback(self, function: Callable[[], None]) -> Any:
-        watch = _watches.get(threading.get_ident())
-        queued = (
-            watch is not None and watch.callbacks is not None and watch.callbacks.queue_callback(function)
-        )
+        callbacks = _callbacks()
+        queued = callbacks is not None and callbacks.queue_callback(function)
         return None if queued else self._engine.queue_callback(function)
 
 
@@ -207,8 +216,7 @@ def _watched_region(original: Any) -> Any:
 
 def _checkpointing() -> Callbacks | None:
     """What checkpoints of this thread are events of."""
-    watch = _watches.get(threading.get_ident())
-    return watch.callbacks if watch is not None and is_inmost() else None
+    return _callbacks() if is_inmost() else None
 
 
 def _watched_script(call: Any) -> Any:
@@ -241,7 +249,7 @@ def _watched_new(new: Any) -> Any:
 def _watched_update(functional: Functional, original: Any) -> Any:
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        watch = _watches.get(threading.get_ident())
+        watch = _watch()
         if watch is None or watch.optimizing is None:
             return original(*args, **kwargs)
         return watch.optimizing(functional, args, kwargs)
@@ -252,7 +260,7 @@ def _watched_update(functional: Functional, original: Any) -> Any:
 def _watched_method(name: str, original: Any) -> Any:
     @functools.wraps(original)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = _watches.get(threading.get_ident())
+        watch = _watch()
         method = None if watch is None else watch.methods.get(name)
         call = MethodCall(original, self, args, kwargs)
         return call.make() if method is None else method(call)

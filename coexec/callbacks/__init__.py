@@ -11,8 +11,9 @@ the tracing phase, and when an iteration falls back, the real engine runs on a t
 where it calls the user; the user's code runs on the thread of the program.
 
 Modules: `iteration` (what an iteration knows of its callbacks, and drives them), `call` (a custom function),
-`context` (its `ctx`), `node` (its node in the real autograd graph), `hook`, `checkpoint`, `passes` (backward
-passes of the real engine), `stepped` (one of them, which stops).
+`context` (its `ctx`), `node` (its node in the real autograd graph), `handle` (what Python sees of that),
+`hook` (on a tensor of the block), `leaf_hook`, `checkpoint`, `passes` (backward passes of the real engine),
+`stepped` (one of them, which stops).
 
 Source: that a skeleton has to run whatever user code a recorded call ran is Terra's rule (section 3.1).
 Custom gradients are not mentioned there: TensorFlow has them in the graph.

@@ -117,8 +117,10 @@ class Recomputation:
         if owner is None or not owner.is_stepping:
             self._function(*args)
             return
-        self._args, self._hooks = args, top_saving_hooks()
-        own_hooks.add(self._hooks[0])
+        hooks = top_saving_hooks()
+        assert hooks is not None  # the engine has entered them
+        self._args, self._hooks = args, hooks
+        own_hooks.add(hooks[0])
         try:
             stopped = owner.call_back(self, ())
         finally:

@@ -58,9 +58,11 @@ def live(graph: TraceGraph, ways: Collection[Way] | None = None) -> TraceGraph:
         bound = {b for way in ways for b in way.bound}
     alive = {n.id for n in graph.nodes} - retired
     while True:
+        there = alive | {START, END}
         edges = {
-            s: [t for t in targets if (s, t) in taken and {s, t} <= alive | {START, END}]
+            s: [t for t in targets if (s, t) in taken and t in there]
             for s, targets in graph.edges.items()
+            if s in there
         }
         after = reachable(edges, START)
         between = (after & reachable(turned_around(edges), END)) - {START, END}

@@ -117,6 +117,19 @@ class Itself(torch.autograd.Function):
         return g * 3
 
 
+class Scaled(torch.autograd.Function):
+    """Has a number in its context."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.scale, None
+
+
 class InPlace(torch.autograd.Function):
     """Writes to its input."""
 
@@ -427,16 +440,6 @@ def test_the_number_of_rows_may_vary():
 
 
 def test_a_hinge_of_numbers_that_vary():
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, scale):
-            ctx.scale = scale
-            return x * scale
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.scale, None
-
     def step(s, k, tape):
         x = torch.randn(5, 4)
         with tape():
@@ -1005,16 +1008,6 @@ def test_hooks_of_modules_come_and_go():
 
 
 def test_a_node_has_what_its_function_gave_to_the_context():
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, scale):
-            ctx.scale = scale
-            return x * scale
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.scale, None
-
     def step(s, k, tape):
         with tape():
             y = Scaled.apply(s.a, 0.5 + k)
