@@ -212,7 +212,7 @@ class ProgramState:
             before, narrowed = self.graph, self._narrowed and not self.compiling
             self._returns = self._returns or narrowed
             self.traced(trace, None)
-            learned = before is not None and self.graph is not None and _only_learned_ways(before, self.graph)
+            learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
             if learned or narrowed:
                 self.recent[-1] = False
         else:
@@ -431,16 +431,16 @@ class ProgramState:
         self._enter_coexecution()
 
 
-def _only_learned_ways(before: TraceGraph, after: TraceGraph) -> bool:
-    """Whether a trace brought no event that was new, but its events came in an order that was.
+def _only_generalised(before: TraceGraph, after: TraceGraph) -> bool:
+    """Whether a trace brought no event that was new: its events came in another order, or numbers or sizes vary
+    that never did before.
 
     There are finitely many of these, so they are no sign that the program has no graph.
     """
     events, events_now = (
         Counter((n.location, len(n.alternatives)) for n in g.nodes) for g in (before, after)
     )
-    ways, ways_now = (sum(map(len, g.edges.values())) for g in (before, after))
-    return events == events_now and ways < ways_now
+    return events == events_now and _shape(before) != _shape(after)
 
 
 def _shape(graph: TraceGraph) -> object:

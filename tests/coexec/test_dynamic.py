@@ -373,6 +373,26 @@ def test_a_program_whose_paths_are_all_known_by_now_is_co_executed(monkeypatch):
     assert report.steps["co-execution"] > 10, report.summary()
 
 
+def test_a_number_that_begins_to_vary_is_no_sign_that_a_program_has_no_graph():
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        if k == 3:
+            s.average = nn.Linear(4, 3).requires_grad_(False)
+            s.average.load_state_dict(s.model.state_dict())
+        with tape():
+            y = s.model(x)
+            if k >= 3:
+                y = y - s.average(x)
+            train(s, y.sum())
+            if k >= 3:
+                s.average.weight.lerp_(s.model.weight.detach(), 1 - min(0.9, (1 + k) / (10 + k)))
+
+    report = compare(linear, step, 10)
+
+    assert "dynamic" not in report.steps, report.summary()
+    assert report.steps["co-execution"] >= 4, report.summary()
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam", "RMSprop"])
 def test_layers_that_are_left_out_at_random(optimizer):
     def make():
