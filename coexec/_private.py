@@ -58,11 +58,11 @@ class OwnMode:
 
 
 def is_inmost() -> bool:
-    """Whether a mode of coexec is the first to see torch calls, and the first to see operations."""
+    """Whether a mode of coexec is the first to see torch calls, and no other is the first to see operations."""
     if not torch._C._is_torch_function_mode_enabled():
         return False
     functions, operations = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
-    return isinstance(functions[-1], OwnMode) and bool(operations) and isinstance(operations[-1], OwnMode)
+    return isinstance(functions[-1], OwnMode) and (not operations or isinstance(operations[-1], OwnMode))
 
 
 def is_left_alone(wrapper: Any, function: Any) -> bool:

@@ -312,7 +312,7 @@ class _DynamicSession(_Session):
         self._queue_times = tuple(self._queue.times())
         self._sent = state.table.sender.count()
         self.runner = DynamicRunner(state.table, lazy=options.mode == "lazy")
-        self._watch = BlockWatch(self._called)
+        self._watch = BlockWatch(self._called, state.updates.make)
         enter(self._watch)
         enter(self.runner)
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._private import HigherOrderOperator, run_seen, runs_python, shapes_without_values
 from coexec.tracegraph import calls, functions
+from coexec.tracegraph.optimizers import Update
 from coexec.tracegraph.trace import Input, Local, Operation, Result, TensorMeta, Value
 from coexec.tracer.memory import Geometry, geometry_of, storage_id
 from coexec.tracer.operations import (
@@ -30,6 +31,8 @@ from coexec.tracer.operations import (
     with_dtype,
     written_positions,
 )
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def record(
         Exception: what the call raised.
     """
     before = [calls.meta_of(t) for t in tensors]
-    mode = _Operations(tensors)
+    mode = _Operations(tensors, _ITEM if isinstance(function, Update) else None)
     with mode:
         returned = _run(function, args, kwargs)
     if mode.failure is not None:
@@ -169,8 +172,9 @@ class _Operations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], left_out: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._left_out = left_out  # an operation whose results are among the call's numbers
         self.operations: list[Operation] = []
         self.failure: str | None = None
         self.memory = {storage_id(t) for t in tensors}  # of the arguments
@@ -198,7 +202,8 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(function, HigherOrderOperator):
             self.failure = self.failure or "it calls functions of the user"
-        if self.failure is not None or function.namespace in functions.ANNOTATING_NAMESPACES:
+        unseen = function is self._left_out or function.namespace in functions.ANNOTATING_NAMESPACES
+        if self.failure is not None or unseen:
             return run_seen(function, args, kwargs)
         with torch._C.DisableTorchFunction():
             try:

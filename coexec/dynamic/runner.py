@@ -32,6 +32,7 @@ from coexec.runners import random_state
 from coexec.runners.placeholder import Guard
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient, restored
+from coexec.tracegraph.optimizers import Update, counts_of, unexplained, updated
 from coexec.tracegraph.trace import Number
 
 
@@ -76,6 +77,10 @@ class DynamicRunner(OwnMode, TorchFunctionMode):
             return function(*args, **kwargs)
         if self._suspended:
             return function(*args, **kwargs)
+        if function is updated:
+            return None
+        if function is counts_of:
+            return self._counts(args[0])
         if function in functions.FETCH and function not in functions.SHARES_MEMORY:
             return self._fetch(function, args, kwargs)
         if function in _EAGER:
@@ -188,6 +193,16 @@ class DynamicRunner(OwnMode, TorchFunctionMode):
         real = self._sender.value(tensor).tensor() if symbol else tensor
         return function(real, *args[1:], **kwargs)
 
+    def _counts(self, counters: list[torch.Tensor]) -> list[float]:
+        """Step counters, which the latest update may still have to write."""
+        if any(map(self._sender.is_symbol, counters)):
+            return self._eagerly(counts_of, (counters,), {}, "it looks at values")  # type: ignore[no-any-return]
+        began = time.perf_counter()
+        failed = self._queue.wait(max(map(self._sender.written_by, counters)))
+        self.stall_s += time.perf_counter() - began
+        self._redo(failed)
+        return counts_of(counters)
+
     # --- calls that Python runs -----------------------------------------------------------------------
 
     def _eagerly(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
@@ -212,6 +227,10 @@ class DynamicRunner(OwnMode, TorchFunctionMode):
         returned, recording = record(function, args, kwargs, tensors)
         if isinstance(recording, str):
             entry.eager = recording
+            return returned
+        if isinstance(function, Update) and unexplained(recording.operations, numbers) is not None:
+            function.trusted = False
+            entry.eager = "it computes numbers in a way that is not known"
             return returned
         if recording.writes:
             if differentiable and len(recording.operations) > 1:

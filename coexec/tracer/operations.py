@@ -93,11 +93,19 @@ def operation(
         args,
         tuple(results),
         written_values(function, args),
-        torch.Tag.nondeterministic_seeded in function.tags,
+        draws(function, args),
         torch.is_grad_enabled(),
         shaped_by_data,
         tuple(existing),
     )
+
+
+def draws(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation draws random numbers; attention only does if it has a dropout."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    names = [a.name for a in function._schema.arguments]
+    return "dropout_p" not in names or args[names.index("dropout_p")] != 0
 
 
 def depends_on_data(function: Any, args: tuple[Any, ...]) -> bool:

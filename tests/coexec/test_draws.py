@@ -144,3 +144,16 @@ def test_a_generator_of_the_users_own_is_the_one_that_is_drawn_from():
         return state
 
     compare(make_with_generator, step, 12)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_draws_if_it_has_a_dropout(dropout):
+    def step(s, k, tape):
+        x = torch.randn(2, 2, 5, 8)
+        with tape():
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=dropout) + torch.rand(1)
+
+    report = compare(SimpleNamespace, step, 8)
+
+    attention = next(n for n in report.graph.nodes if n.name.endswith("scaled_dot_product_attention"))
+    assert any(o.random for o in attention.operations) is (dropout > 0)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import coexec
 from coexec._native import core
 from tests.coexec.harness import compare, linear, nothing, train, weights
+from tests.coexec.test_optimizers import ONE_EVENT, regression
 
 pytestmark = pytest.mark.skipif(core is None, reason="the native core is not built")
 
@@ -149,6 +150,60 @@ def test_numbers_that_vary_are_fed(ran):
     report = ran(nothing, step, 12)
 
     assert count(report, "Tensor.mul", "it is recorded") == 2
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in ONE_EVENT if n != "Adam foreach"]
+)  # it makes a tensor for the counters
+def test_an_update_is_one_call(ran, name):
+    functional, make_optimizer = ONE_EVENT[name]
+
+    def step(s, k, tape):
+        x = torch.randn(6, 4)
+        with tape():
+            train(s, s.model(x).square().mean())
+        for group in s.optimizer.param_groups:
+            group["lr"] *= 0.9
+
+    report = ran(regression(make_optimizer), step, 12)
+
+    assert reasons(report, f"optim.{functional}.{functional}") == {"it is new", "it is recorded"}
+    assert not {"Tensor.add_", "Tensor.mul_", "Tensor.lerp_", "Tensor.addcdiv_", "Tensor.addcmul_"} & {
+        called for called, _, _ in report.waits
+    }
+
+
+def test_parameters_without_a_gradient_are_updated_apart(ran):
+    def make():
+        state = linear()
+        state.model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        state.optimizer = torch.optim.Adam(state.model.parameters(), lr=0.05)
+        return state
+
+    def step(s, k, tape):
+        x = torch.randn(4, 3)
+        with tape():
+            for number, layer in enumerate(s.model):
+                if (k + number) % 3:
+                    x = x + layer(x).tanh()
+            train(s, x.square().mean())
+
+    report = ran(make, step, 16)
+
+    assert count(report, "optim.adam.adam", "it is recorded") <= 8, report.summary()
+
+
+def test_counters_are_looked_at_when_the_update_before_is_done(ran):
+    def step(s, k, tape):
+        x = torch.randn(6, 4)
+        with tape():
+            loss = s.model(x).square().mean()
+            s.optimizer.zero_grad()
+            loss.backward()
+            for _ in range(1 + k % 3):
+                s.optimizer.step()
+
+    ran(regression(ONE_EVENT["Adam"][1]), step, 14)
 
 
 def test_shapes_that_were_seen_are_not_waited_for_again(ran):
