@@ -58,7 +58,7 @@ class OwnMode:
 
 
 def is_inmost() -> bool:
-    """Whether a mode of coexec is the first to see torch calls, and no other is the first to see operations."""
+    """Whether a mode of coexec is the first to see torch calls, and no other the first to see operations."""
     if not torch._C._is_torch_function_mode_enabled():
         return False
     functions, operations = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()

@@ -434,8 +434,8 @@ class ProgramState:
 def _only_generalised(before: TraceGraph, after: TraceGraph) -> bool:
     """Whether a trace brought no event that was new.
 
-    Its events came in another order, or numbers or sizes vary that never did before. There are finitely many of
-    these, so they are no sign that the program has no graph.
+    Its events came in another order, or numbers or sizes vary that never did before. There are finitely many
+    of these, so they are no sign that the program has no graph.
     """
     events, events_now = (
         Counter((n.location, len(n.alternatives)) for n in g.nodes) for g in (before, after)

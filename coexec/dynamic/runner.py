@@ -87,6 +87,10 @@ class DynamicRunner(OwnMode, TorchFunctionMode):
             return self._eagerly(function, args, kwargs, "it is left to Python")
         if function in functions.INDEXING:
             args = functions.with_index_tensors(args)
+        if kwargs and not core.is_transformed():
+            kwargs = functions.with_numbers(
+                function, kwargs, lambda t: self._fetch(torch.Tensor.item, (t,), {})
+            )
         tensors, numbers, key = calls.flatten(args, kwargs)
         if functions.is_data(function, tensors, key):
             return function(*args, **kwargs)

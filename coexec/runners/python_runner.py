@@ -131,6 +131,10 @@ class PythonRunner(EnteredNatively):
         if function in functions.INDEXING:
             args = functions.with_index_tensors(args)
         location = locate(1, self.outermost)
+        if kwargs:
+            kwargs = functions.with_numbers(function, kwargs, lambda t: self._item(t, location))
+            if self._eager is not None:
+                return self._eager(function, args, kwargs, location)
         self.iteration.location = location
         try:
             answer = self._answer(function, args, kwargs, location)
@@ -150,6 +154,17 @@ class PythonRunner(EnteredNatively):
         """Makes the iteration eager, because something happens that no event shows."""
         if self._eager is None:
             self.fall_back(Mismatch(id_, what))
+
+    def _item(self, tensor: torch.Tensor, location: int) -> Any:
+        """The value of a tensor that is in the place of a number."""
+        item = torch.Tensor.item
+        self.iteration.location = location
+        try:
+            return self._answer(item, (tensor,), {}, location)
+        except Mismatch as mismatch:
+            self.fall_back(mismatch)
+        assert self._eager is not None
+        return self._eager(item, (tensor,), {}, location)
 
     def _go_on(self, returned: Any, location: int) -> Any:
         """Lets a backward pass go on with what code of the user returned."""

@@ -128,6 +128,10 @@ LOOK_AT_METADATA: frozenset[str] = frozenset(
 #: Take indices, which may be lists of Python numbers.
 INDEXING: frozenset[Callable[..., Any]] = frozenset(_methods("__getitem__", "__setitem__"))
 
+#: Keyword arguments that are numbers: of a tensor in their place, PyTorch takes the value.
+_NUMBERS = ("alpha", "beta")
+_NUMBERS_OF = dict.fromkeys(("addcmul", "addcmul_", "addcdiv", "addcdiv_"), ("value",))
+
 #: Say whether a leaf takes part in autograd; for an external tensor Python does it itself.
 SET_REQUIRES_GRAD: frozenset[Callable[..., Any]] = frozenset(
     {Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__}  # noqa: B009  # a getset descriptor
@@ -156,6 +160,23 @@ def is_data(function: Callable[..., Any], tensors: Sequence[Tensor], key: Hashab
     """
     own = [g for g in generators_in(key) if g is not torch.default_generator]
     return not tensors and (function in DATA or bool(own))
+
+
+def with_numbers(
+    function: Callable[..., Any], kwargs: dict[str, Any], item: Callable[[Tensor], Any]
+) -> dict[str, Any]:
+    """The keyword arguments of a call with numbers in place of tensors whose values PyTorch looks at.
+
+    Args:
+        function: what is called.
+        kwargs: its keyword arguments.
+        item: looks at the value of a tensor.
+    """
+    for name in _NUMBERS_OF.get(getattr(function, "__name__", ""), _NUMBERS):
+        value = kwargs.get(name)
+        if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
+            kwargs = {**kwargs, name: item(value)}
+    return kwargs
 
 
 def with_index_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:

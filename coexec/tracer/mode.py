@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from coexec._native.entry import EnteredNatively
 from coexec.callbacks.iteration import Callbacks
@@ -50,6 +51,9 @@ class TracingMode(EnteredNatively):
                 return function(*args, **kwargs)
         if function in functions.INDEXING:
             args = functions.with_index_tensors(args)
+        if kwargs:
+            item = Tensor.item
+            kwargs = functions.with_numbers(function, kwargs, lambda t: self._event(item, (t,), {}, location))
         if function in functions.SET_REQUIRES_GRAD and self.recorder.is_external(args[0]):
             returned = function(*args, **kwargs)
             self.recorder.refresh(args[0])

@@ -22,6 +22,70 @@ def test_two_numbers_of_a_call_that_were_equal_so_far_may_part():
     compare(nothing, step, 8)
 
 
+def test_a_tensor_in_the_place_of_a_number_is_looked_at():
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            scale = x.norm()
+            with torch.no_grad():
+                s.w.add_(x[:2].sum() * torch.ones_like(s.w), alpha=-scale)
+                s.w.sub_(torch.ones_like(s.w), alpha=(x > 0).sum() + 4)
+                return torch.addmm(s.w, s.w, s.w, beta=x[0], alpha=x.double()[1])
+
+    assert coexecuted(compare(weights("w", size=(2, 2)), step, 9), 4)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_learning_rate_may_be_a_tensor(kind):
+    def make():
+        state = linear()
+        state.lr = torch.tensor(0.1)
+        state.optimizer = getattr(torch.optim, kind)(state.model.parameters(), lr=state.lr)
+        return state
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, s.model(x).sum())
+        s.lr.mul_(0.9)
+
+    report = compare(make, step, 10)
+
+    assert report.phase == "co-execution", report.summary()
+
+
+def test_lbfgs_without_a_line_search_is_co_executed(patient):  # its history grows at first
+    def make():
+        state = linear()
+        state.optimizer = torch.optim.LBFGS(state.model.parameters(), lr=0.1, max_iter=3, history_size=2)
+        return state
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+
+        def closure():
+            s.optimizer.zero_grad()
+            loss = (s.model(x) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        with tape():
+            return s.optimizer.step(closure).item()
+
+    assert coexecuted(compare(make, step, 14), 5)
+
+
+@pytest.mark.parametrize("alpha", [[2.0], [[1.0, 2.0]], "differentiable"], ids=str)
+def test_what_is_no_number_stays_the_error_that_it_is(alpha):
+    def step(s, k, tape):
+        x = torch.randn(3)
+        number = s.w.sum() if alpha == "differentiable" else torch.tensor(alpha)
+        with tape():
+            return torch.add(x, x, alpha=number)
+
+    compare(weights("w"), step, 8)
+
+
 def test_two_loss_weights_that_were_equal_so_far_may_part():
     def step(s, k, tape):
         a = 0.3 + 0.01 * k
