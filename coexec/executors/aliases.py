@@ -135,6 +135,32 @@ def shared_across(
     return shared
 
 
+def used_by(units: Iterable[Sequence[Instruction]], views: Mapping[int, set[int]]) -> set[int]:
+    """The memory that some units use."""
+    return {m for unit in units for i in unit for r in (*reads(i), *writes(i)) for m in views.get(r, {r})}
+
+
+def using(program: Program, views: Mapping[int, set[int]], memory: set[int]) -> set[int]:
+    """The ids of the calls and moves that use some memory.
+
+    At the commit, libraries run first. What is done then to memory that such a call has written is left to
+    calls, too.
+    """
+    found: set[int] = set()
+    memory = set(memory)
+    while True:
+        fresh = [
+            i
+            for i in program.instructions
+            if isinstance(i, (Call, Move)) and id(i) not in found and memory & used_by([[i]], views)
+        ]
+        if not fresh:
+            return found
+        found |= {id(i) for i in fresh}
+        late = (i for i in fresh if isinstance(i, Call) and i.when is When.COMMIT)
+        memory |= {m for i in late for r in written_by(i) for m in views.get(r, {r})}
+
+
 def lost_draws(body: Sequence[Instruction], needed: set[int], views: Mapping[int, set[int]]) -> set[int]:
     """Registers of random numbers that nothing needs, which a compiler would not draw."""
     made = {r for i in body for r in writes(i)}

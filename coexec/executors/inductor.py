@@ -17,7 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coexec._native import core
-from coexec.executors.aliases import read_from_outside, shared_across, views_on, with_own_views
+from coexec.executors.aliases import (
+    read_from_outside,
+    shared_across,
+    used_by,
+    using,
+    views_on,
+    with_own_views,
+)
 from coexec.executors.blocks import Block, is_compiled, job_of, make_block
 from coexec.executors.commit_block import is_apart, is_late
 from coexec.executors.job import Job, Unsupported, compiled, kernel_parts, kernel_threads
@@ -100,28 +107,43 @@ def _parts(program: Program) -> dict[int, list[Part]]:
     """By its first instruction, what each block of the program becomes."""
     if program.asks:
         raise Unsupported("a library is compiled for sizes, and values decide about some")
-    if any(r.shadow is not None for r in program.rebased.values()):
-        raise Unsupported("a result views an external tensor on some paths only")
     registers = registers_of(program)
-    views = registers.views
     if any(_lies_where_a_number_says(program.plans[n].outputs[o], registers) for n, o in program.rebased):
         raise Unsupported("a result views an external tensor at a place that varies")
-    uncompiled = _uncompiled(registers)
-    blocks = {
-        first: _pieces(program.instructions[first:end], program, uncompiled) for first, end in program.blocks
-    }
+    blocks = _blocks_apart(program, registers)
     units = [unit for pieces in blocks.values() for unit in pieces.units]
-    shared = shared_across(program, views, units)
-    if shared:
-        own = {r: v for r, v in views_on(program, views, shared).items() if is_compiled(v, registers)}
-        blocks = {first: pieces.with_own_views(own) for first, pieces in blocks.items()}
-        units = [unit for pieces in blocks.values() for unit in pieces.units]
-        if shared_across(program, views, units):
-            raise Unsupported("memory that is written is known by several names outside of a block")
     in_units = {id(i) for unit in units for i in unit}
     rest = [i for i in program.instructions if id(i) not in in_units]
     needed = set(program.kept).union(*map(read_from_outside, units), *map(reads, rest))
     return {first: _compiled_pieces(pieces, registers, needed) for first, pieces in blocks.items()}
+
+
+def _blocks_apart(program: Program, registers: Registers) -> dict[int, _Pieces]:
+    """The blocks of a program, so that no library writes memory which others know by another name.
+
+    A library makes the views that it uses itself, or what is done to such memory is left uncompiled.
+    """
+    views = registers.views
+    own: dict[int, Call] = {}
+    apart = _told_by_memory(program, views)
+    looked_at_views = False
+    while True:
+        uncompiled = _uncompiled(registers, apart)
+        blocks = {
+            first: _pieces(program.instructions[first:end], program, uncompiled).with_own_views(own)
+            for first, end in program.blocks
+        }
+        units = [unit for pieces in blocks.values() for unit in pieces.units]
+        shared = shared_across(program, views, units) & used_by(units, views)
+        if not shared:
+            return blocks
+        if not looked_at_views:
+            looked_at_views = True
+            own = {r: v for r, v in views_on(program, views, shared).items() if is_compiled(v, registers)}
+        elif shared <= apart:
+            raise Unsupported("memory that is written is known by several names outside of a block")
+        else:
+            apart |= shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +169,30 @@ class _Pieces:
         return replace(self, stretches=stretches)
 
 
-def _uncompiled(registers: Registers) -> set[int]:
-    """The ids of the instructions that stay as they are."""
+def _told_by_memory(program: Program, views: Mapping[int, set[int]]) -> set[int]:
+    """The memory of results that view an external tensor on some paths only, which is told by their memory."""
+    registers = [
+        r
+        for (node, output), rebase in program.rebased.items()
+        if rebase.shadow is not None
+        for r in (program.plans[node].outputs[output], rebase.shadow)
+    ]
+    return {m for r in registers for m in views.get(r, {r})}
+
+
+def _uncompiled(registers: Registers, apart: set[int]) -> set[int]:
+    """The ids of the instructions that stay as they are, among them those that use the memory `apart`."""
     instructions = registers.program.instructions
-    calls = [i for i in instructions if not is_compiled(i, registers)]
+    apart_from_all = using(registers.program, registers.views, apart)
+    calls = [i for i in instructions if id(i) in apart_from_all or not is_compiled(i, registers)]
     # A library is fed a copy, a tensor: no use for what the commit writes, and for the numbers of calls.
     unfed = {r for i in instructions if at_commit(i) for r in reads(i)}.union(*map(reads, calls))
     return {id(i) for i in (*calls, *(i for i in instructions if isinstance(i, Feed) and i.out in unfed))}
 
 
 def _pieces(block: Sequence[Instruction], program: Program, uncompiled: set[int]) -> _Pieces:
-    late = [i for i in block if is_late(i)]
+    late = [i for i in block if is_late(i) and (isinstance(i, Feed) or id(i) not in uncompiled)]
+    put_off = {id(i) for i in late}
     stretches: list[tuple[bool, list[Instruction]]] = []
     now = (i for i in block if not at_commit(i) and not is_late(i))
     for can_be, group in itertools.groupby(now, lambda i: id(i) not in uncompiled):
@@ -168,7 +203,7 @@ def _pieces(block: Sequence[Instruction], program: Program, uncompiled: set[int]
         tuple(stretches),
         [i for i in late if isinstance(i, Feed)],
         [i for i in late if isinstance(i, Call)],
-        [i for i in block if at_commit(i) and not is_late(i)],
+        [i for i in block if at_commit(i) and id(i) not in put_off],
     )
 
 
