@@ -434,13 +434,15 @@ class ProgramState:
 def _only_generalised(before: TraceGraph, after: TraceGraph) -> bool:
     """Whether a trace brought no event that was new.
 
-    Its events came in another order, or numbers or sizes vary that never did before. There are finitely many
-    of these, so they are no sign that the program has no graph.
+    Its events came in another order, or numbers vary that never did before. There are finitely many of these,
+    so they are no sign that the program has no graph. (Sizes that data decides about are often such a sign.)
     """
     events, events_now = (
         Counter((n.location, len(n.alternatives)) for n in g.nodes) for g in (before, after)
     )
-    return events == events_now and _shape(before) != _shape(after)
+    ways, ways_now = (sum(map(len, g.edges.values())) for g in (before, after))
+    same_sizes = before.symbols == after.symbols
+    return events == events_now and (ways < ways_now or (same_sizes and _shape(before) != _shape(after)))
 
 
 def _shape(graph: TraceGraph) -> object:

@@ -170,7 +170,7 @@ class _Pieces:
 
 
 def _told_by_memory(program: Program, views: Mapping[int, set[int]]) -> set[int]:
-    """The memory of results that view an external tensor on some paths only, which is told by their memory."""
+    """The memory of results that view an external tensor on some paths only; which, their memory tells."""
     registers = [
         r
         for (node, output), rebase in program.rebased.items()
