@@ -434,7 +434,7 @@ class ProgramState:
 def _only_generalised(before: TraceGraph, after: TraceGraph) -> bool:
     """Whether a trace brought no event that was new.
 
-    Its events came in another order, or numbers vary that never did before. There are finitely many of these,
+    Its events came in another order, or numbers vary that never did before. There are finitely many of them,
     so they are no sign that the program has no graph. (Sizes that data decides about are often such a sign.)
     """
     events, events_now = (

@@ -143,8 +143,8 @@ def used_by(units: Iterable[Sequence[Instruction]], views: Mapping[int, set[int]
 def using(program: Program, views: Mapping[int, set[int]], memory: set[int]) -> set[int]:
     """The ids of the calls and moves that use some memory.
 
-    At the commit, libraries run first. What is done then to memory that such a call has written is left to
-    calls, too.
+    At the commit, libraries run first. What is done then to memory that such a call has made or written is
+    left to calls, too.
     """
     found: set[int] = set()
     memory = set(memory)
@@ -158,7 +158,7 @@ def using(program: Program, views: Mapping[int, set[int]], memory: set[int]) -> 
             return found
         found |= {id(i) for i in fresh}
         late = (i for i in fresh if isinstance(i, Call) and i.when is When.COMMIT)
-        memory |= {m for i in late for r in written_by(i) for m in views.get(r, {r})}
+        memory |= {m for i in late for r in (*written_by(i), *writes(i)) for m in views.get(r, {r})}
 
 
 def lost_draws(body: Sequence[Instruction], needed: set[int], views: Mapping[int, set[int]]) -> set[int]:

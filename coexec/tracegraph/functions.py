@@ -129,8 +129,16 @@ LOOK_AT_METADATA: frozenset[str] = frozenset(
 INDEXING: frozenset[Callable[..., Any]] = frozenset(_methods("__getitem__", "__setitem__"))
 
 #: Keyword arguments that are numbers: of a tensor in their place, PyTorch takes the value.
-_NUMBERS = ("alpha", "beta")
-_NUMBERS_OF = dict.fromkeys(("addcmul", "addcmul_", "addcdiv", "addcdiv_"), ("value",))
+_NUMBERS: dict[Callable[..., Any], tuple[str, ...]] = {
+    function: keywords
+    for names, keywords in (
+        (("add", "sub", "subtract", "rsub"), ("alpha",)),
+        (("addmm", "addbmm", "baddbmm", "addmv", "addr"), ("alpha", "beta")),
+        (("addcmul", "addcdiv"), ("value",)),
+    )
+    for name in names
+    for function in _functions(name) | _methods(name, f"{name}_")
+}
 
 #: Say whether a leaf takes part in autograd; for an external tensor Python does it itself.
 SET_REQUIRES_GRAD: frozenset[Callable[..., Any]] = frozenset(
@@ -172,7 +180,7 @@ def with_numbers(
         kwargs: its keyword arguments.
         item: looks at the value of a tensor.
     """
-    for name in _NUMBERS_OF.get(getattr(function, "__name__", ""), _NUMBERS):
+    for name in _NUMBERS.get(function, ()):
         value = kwargs.get(name)
         if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
             kwargs = {**kwargs, name: item(value)}

@@ -54,6 +54,22 @@ def test_a_learning_rate_may_be_a_tensor(kind):
     assert report.phase == "co-execution", report.summary()
 
 
+def test_a_tensor_that_another_function_takes_by_the_name_of_a_number_stays_one():
+    def mixed(x, alpha):
+        if torch.overrides.has_torch_function((x, alpha)):
+            return torch.overrides.handle_torch_function(mixed, (x, alpha), x, alpha=alpha)
+        return x * alpha
+
+    def step(s, k, tape):
+        x = torch.randn(3)
+        with tape():
+            y = mixed(x, alpha=x.sum())
+            s.log.append(type(y).__name__)
+            return y
+
+    compare(nothing, step, 8)
+
+
 def test_lbfgs_without_a_line_search_is_co_executed(patient):  # its history grows at first
     def make():
         state = linear()
