@@ -57,3 +57,26 @@ def test_nan_where_eager_has_a_number_is_never_within_a_tolerance():
 
     assert not difference.equal
     assert difference.max_abs == math.inf
+
+
+NUDGED = {"x": torch.tensor([1.0, 1.1]), "losses": torch.tensor([1.0, 1.0, 1.1], dtype=torch.float64)}
+EAGER = {"x": torch.ones(2), "losses": torch.ones(3, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        ({"x": torch.tensor([1.3, 1.0])}, None),
+        ({"x": torch.tensor([1.5, 1.0])}, "x"),
+        ({"x": torch.tensor([math.nan, 1.0])}, "x"),
+        ({"losses": torch.tensor([1.0, 1.0, 1.3], dtype=torch.float64)}, None),
+        ({"losses": torch.tensor([1.0, 1.01, 1.0], dtype=torch.float64)}, "losses"),
+        ({"y": torch.ones(1)}, "y"),
+    ],
+    ids=["near", "far", "no number", "late", "early", "of one run only"],
+)
+def test_a_run_may_be_about_as_far_from_eager_as_a_nudged_one(change, first):
+    state = {**{name: value.clone() for name, value in EAGER.items()}, **change}
+
+    assert compare_states(state, EAGER, 1e-3, NUDGED).first == first
+    assert not compare_states(state, EAGER, None, NUDGED).equal
