@@ -200,6 +200,7 @@ def test_an_interrupt_ends_the_wait_of_a_thread_that_computes_parts(native, in_e
         raised += 1
     thread.join()
 
+    assert started.is_set()
     assert raised == 1
     assert train(lambda: coexec.GradientTape(executor="inductor"), 3) == train(eager_tape, 3)
 
