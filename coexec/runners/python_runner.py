@@ -132,16 +132,11 @@ class PythonRunner(EnteredNatively):
             args = functions.with_index_tensors(args)
         location = locate(1, self.outermost)
         if kwargs:
-            kwargs = functions.with_numbers(function, kwargs, lambda t: self._item(t, location))
-            if self._eager is not None:
-                return self._eager(function, args, kwargs, location)
-        self.iteration.location = location
-        try:
-            answer = self._answer(function, args, kwargs, location)
-        except Mismatch as mismatch:
-            self.fall_back(mismatch)
-            assert self._eager is not None
-            return self._eager(function, args, kwargs, location)
+            item = torch.Tensor.item
+            kwargs = functions.with_numbers(
+                function, kwargs, lambda t: self._answer_or_fall_back(item, (t,), {}, location)
+            )
+        answer = self._answer_or_fall_back(function, args, kwargs, location)
         if answer.__class__ not in UNRETURNED:
             return answer
         if answer.__class__ is Stopped:
@@ -155,16 +150,17 @@ class PythonRunner(EnteredNatively):
         if self._eager is None:
             self.fall_back(Mismatch(id_, what))
 
-    def _item(self, tensor: torch.Tensor, location: int) -> Any:
-        """The value of a tensor that is in the place of a number."""
-        item = torch.Tensor.item
-        self.iteration.location = location
-        try:
-            return self._answer(item, (tensor,), {}, location)
-        except Mismatch as mismatch:
-            self.fall_back(mismatch)
+    def _answer_or_fall_back(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int
+    ) -> Any:
+        if self._eager is None:
+            self.iteration.location = location
+            try:
+                return self._answer(function, args, kwargs, location)
+            except Mismatch as mismatch:
+                self.fall_back(mismatch)
         assert self._eager is not None
-        return self._eager(item, (tensor,), {}, location)
+        return self._eager(function, args, kwargs, location)
 
     def _go_on(self, returned: Any, location: int) -> Any:
         """Lets a backward pass go on with what code of the user returned."""

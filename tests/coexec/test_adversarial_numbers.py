@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.coexec.harness import coexecuted, compare, linear, nothing, train, weights
 
@@ -33,6 +34,21 @@ def test_a_tensor_in_the_place_of_a_number_is_looked_at():
                 return torch.addmm(s.w, s.w, s.w, beta=x[0], alpha=x.double()[1])
 
     assert coexecuted(compare(weights("w", size=(2, 2)), step, 9), 4)
+
+
+def test_a_call_with_two_tensors_in_the_place_of_numbers_may_be_new():
+    def step(s, k, tape):
+        x = torch.randn(2, 2)
+        with tape():
+            y = x * 2
+            beta, alpha = y[0, 0], y[0, 1]
+            if k == 6:
+                y = torch.addmm(y, x, x, beta=beta, alpha=alpha)
+            y = y + 1
+        s.log.append(len(_get_current_dispatch_mode_stack()))
+        return y
+
+    assert compare(nothing, step, 10).fallbacks == 1
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
