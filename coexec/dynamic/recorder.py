@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coexec._private import HigherOrderOperator, run_seen, runs_python, shapes_without_values
 from coexec.tracegraph import calls, functions
-from coexec.tracegraph.optimizers import Update
+from coexec.tracegraph.optimizers import reads_a_counter
 from coexec.tracegraph.trace import Input, Local, Operation, Result, TensorMeta, Value
 from coexec.tracer.memory import Geometry, geometry_of, storage_id
 from coexec.tracer.operations import (
@@ -31,8 +31,6 @@ from coexec.tracer.operations import (
     with_dtype,
     written_positions,
 )
-
-_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ def record(
         Exception: what the call raised.
     """
     before = [calls.meta_of(t) for t in tensors]
-    mode = _Operations(tensors, _ITEM if isinstance(function, Update) else None)
+    mode = _Operations(function, tensors)
     with mode:
         returned = _run(function, args, kwargs)
     if mode.failure is not None:
@@ -172,9 +170,9 @@ class _Operations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor], left_out: Any) -> None:
+    def __init__(self, call: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._left_out = left_out  # an operation whose results are among the call's numbers
+        self._call = call
         self.operations: list[Operation] = []
         self.failure: str | None = None
         self.memory = {storage_id(t) for t in tensors}  # of the arguments
@@ -202,7 +200,9 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(function, HigherOrderOperator):
             self.failure = self.failure or "it calls functions of the user"
-        unseen = function is self._left_out or function.namespace in functions.ANNOTATING_NAMESPACES
+        unseen = (
+            reads_a_counter(self._call, function) or function.namespace in functions.ANNOTATING_NAMESPACES
+        )
         if self.failure is not None or unseen:
             return run_seen(function, args, kwargs)
         with torch._C.DisableTorchFunction():

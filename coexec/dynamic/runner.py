@@ -32,7 +32,7 @@ from coexec.runners import random_state
 from coexec.runners.placeholder import Guard
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient, restored
-from coexec.tracegraph.optimizers import Update, counts_of, unexplained, updated
+from coexec.tracegraph.optimizers import Update, counts_of, updated
 from coexec.tracegraph.trace import Number
 
 
@@ -232,8 +232,7 @@ class DynamicRunner(OwnMode, TorchFunctionMode):
         if isinstance(recording, str):
             entry.eager = recording
             return returned
-        if isinstance(function, Update) and unexplained(recording.operations, numbers) is not None:
-            function.trusted = False
+        if isinstance(function, Update) and function.unexplained(recording.operations, numbers) is not None:
             entry.eager = "it computes numbers in a way that is not known"
             return returned
         if recording.writes:

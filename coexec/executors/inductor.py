@@ -124,21 +124,20 @@ def _blocks_apart(program: Program, registers: Registers) -> dict[int, _Pieces]:
     A library makes the views that it uses itself, or what is done to such memory is left uncompiled.
     """
     views = registers.views
-    own: dict[int, Call] = {}
+    never = {id(i) for i in program.instructions if not is_compiled(i, registers)}
+    own: dict[int, Call] | None = None
     apart = _told_by_memory(program, views)
-    looked_at_views = False
     while True:
-        uncompiled = _uncompiled(registers, apart)
+        uncompiled = _with_feeds(program, never | using(program, views, apart))
         blocks = {
-            first: _pieces(program.instructions[first:end], program, uncompiled).with_own_views(own)
+            first: _pieces(program.instructions[first:end], program, uncompiled).with_own_views(own or {})
             for first, end in program.blocks
         }
         units = [unit for pieces in blocks.values() for unit in pieces.units]
         shared = shared_across(program, views, units) & used_by(units, views)
         if not shared:
             return blocks
-        if not looked_at_views:
-            looked_at_views = True
+        if own is None:
             own = {r: v for r, v in views_on(program, views, shared).items() if is_compiled(v, registers)}
         elif shared <= apart:
             raise Unsupported("memory that is written is known by several names outside of a block")
@@ -180,14 +179,13 @@ def _told_by_memory(program: Program, views: Mapping[int, set[int]]) -> set[int]
     return {m for r in registers for m in views.get(r, {r})}
 
 
-def _uncompiled(registers: Registers, apart: set[int]) -> set[int]:
-    """The ids of the instructions that stay as they are, among them those that use the memory `apart`."""
-    instructions = registers.program.instructions
-    apart_from_all = using(registers.program, registers.views, apart)
-    calls = [i for i in instructions if id(i) in apart_from_all or not is_compiled(i, registers)]
+def _with_feeds(program: Program, uncompiled: set[int]) -> set[int]:
+    """The ids of the instructions that stay as they are, with those that feed them."""
+    instructions = program.instructions
+    calls = [i for i in instructions if id(i) in uncompiled]
     # A library is fed a copy, a tensor: no use for what the commit writes, and for the numbers of calls.
     unfed = {r for i in instructions if at_commit(i) for r in reads(i)}.union(*map(reads, calls))
-    return {id(i) for i in (*calls, *(i for i in instructions if isinstance(i, Feed) and i.out in unfed))}
+    return uncompiled | {id(i) for i in instructions if isinstance(i, Feed) and i.out in unfed}
 
 
 def _pieces(block: Sequence[Instruction], program: Program, uncompiled: set[int]) -> _Pieces:

@@ -172,6 +172,17 @@ class Update:
             for i in range(len(arguments["params"]))
         ]
 
+    def unexplained(self, operations: Sequence[Operation], numbers: Sequence[Number]) -> Number | None:
+        """A number in its operations that nothing explains: from then on it is not trusted."""
+        strange = unexplained(operations, numbers)
+        self.trusted = self.trusted and strange is None
+        return strange
+
+
+def reads_a_counter(function: Callable[..., Any], operation: Any) -> bool:
+    """Whether an operation looks at a step counter: what follows from that is among the event's numbers."""
+    return isinstance(function, Update) and operation is torch.ops.aten._local_scalar_dense.default
+
 
 def _is_plain_value(name: str, value: Any) -> bool:
     if value is None:

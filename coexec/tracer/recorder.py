@@ -38,7 +38,7 @@ from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.callbacks import Applied, CalledBack, Stopped
 from coexec.tracegraph.exposed import Exposure, expose
-from coexec.tracegraph.optimizers import Update, unexplained
+from coexec.tracegraph.optimizers import Update, reads_a_counter
 from coexec.tracegraph.trace import (
     Binding,
     Computed,
@@ -77,8 +77,6 @@ from coexec.tracer.operations import (
     written_positions,
     written_values,
 )
-
-_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class Untraceable(Exception):
@@ -345,9 +343,8 @@ class Recorder(OwnMode, TorchDispatchMode):
     def _check_update(
         self, update: Update, operations: Sequence[Operation], numbers: Sequence[Number]
     ) -> None:
-        strange = unexplained(operations, numbers)
-        if strange is not None:
-            update.trusted = False  # from the next iteration on it is call by call
+        strange = update.unexplained(operations, numbers)
+        if strange is not None:  # from the next iteration on it is call by call
             raise Untraceable("CX0106", f"{self._name()} computes {strange} in a way that is not known")
 
     def _reads_unseen(self, p: _Prepared, returned: Any) -> bool:
@@ -583,8 +580,8 @@ class Recorder(OwnMode, TorchDispatchMode):
             raise Untraceable("CX0102", f"{function} is implemented in Python")
         if torch.Tag.inplace_view in function.tags:
             raise Untraceable("CX0109", f"{function} changes a tensor's geometry in place")
-        if isinstance(event.function, Update) and function is _ITEM:
-            return None  # a step counter: what follows from it is among the event's numbers
+        if reads_a_counter(event.function, function):
+            return None
         shaped = is_shaped_by_data(function, args)
         if depends_on_data(function, args) and not (shaped and event.is_differentiable()):
             event.on_host = f"{function} inside of {self._name()}"

@@ -91,6 +91,13 @@ def test_blocks_make_the_views_that_they_use_and_leave_memory_with_several_names
     assert ran_by(tables, step) == SHARED[compute]
 
 
+def without_one_of_three(layers, k, x):
+    for index in range(3):
+        if index != k % 3:
+            x = x + layers[index](x).tanh()
+    return x.square().mean()
+
+
 def test_layers_that_are_chosen_are_updated_in_compiled_blocks():
     def make():
         layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
@@ -99,11 +106,7 @@ def test_layers_that_are_chosen_are_updated_in_compiled_blocks():
     def step(s, k, tape):
         x = torch.randn(4, 3)
         with tape():
-            h = x
-            for index in range(3):
-                if index != k % 3:
-                    h = h + s.layers[index](h).tanh()
-            train(s, h.square().mean())
+            train(s, without_one_of_three(s.layers, k, x))
 
     assert ran_by(make, step, 18) == {"inductor"}
 
@@ -123,11 +126,7 @@ def test_layers_whose_optimizer_has_made_its_state_on_some_paths_only_are_compil
     def step(s, k, tape):
         x = torch.randn(4, 3)
         with tape():
-            h = x
-            for index in range(3):
-                if index != k % 3:
-                    h = h + s.layers[index](h).tanh()
-            train(s, h.square().mean())
+            train(s, without_one_of_three(s.layers, k, x))
             if kind == "moving average":
                 with torch.no_grad():
                     for average, p in zip(s.averages, s.layers.parameters(), strict=True):
