@@ -137,8 +137,8 @@ class Call:
     def called_back(self, node: Any, gradients: Sequence[Any]) -> Any:
         """Is called by autograd: runs the user's backward, on the thread of the program if that waits."""
         context, owner = self.context, self._owner
-        if context is None:
-            return self.run(gradients)
+        if context is None:  # in an iteration that falls back at its end, what the user returned is known
+            return owner.call_back(self, gradients) if owner and owner.is_stepping else self.run(gradients)
         outer = (context.node, context.unpacked)
         context.node, context.unpacked = node, self._unpacked
         try:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from tests.coexec.harness import coexecuted, compare, linear, train, weights
+from tests.coexec.harness import Twice, coexecuted, compare, linear, train, weights
 
 WAYS = [{}, {"synchronous": False}, {"mode": "lazy"}]
 
@@ -1031,3 +1032,31 @@ def test_other_things_of_a_node_are_looked_at_in_eager_execution():
             train(s, y.square().mean())
 
     coexecuted(compare(linear, step, 12), 4)
+
+
+@pytest.mark.parametrize("kind", ["function", "hook", "checkpoint"])
+def test_an_iteration_falls_back_at_its_end_behind_a_backward_pass_that_called_the_user(kind):
+    """A result that outlives an iteration for the first time shows only when all has been let go."""
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+
+        def block():
+            h = s.model(x)
+            if kind == "function":
+                h = Twice.apply(h)
+            elif kind == "checkpoint":
+                h = checkpoint(torch.tanh, h, use_reentrant=False)
+            else:
+                h.register_hook(lambda g: g * 2)
+            loss = h.square().mean()
+            train(s, loss)
+            return loss if k in (9, 10) else None
+
+        with tape():
+            s.kept = block()
+
+    report = compare(linear, step, 14)
+
+    assert report.fallbacks >= 1, report.summary()
+    assert coexecuted(report, 6)
