@@ -53,6 +53,10 @@ DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 ENGINE_CODE = _graph._engine_run_backward.__code__
 
 
+#: The sequence number that the next autograd node of this thread will have.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
 class OwnMode:
     """Marks the function modes and dispatch modes of coexec."""
 

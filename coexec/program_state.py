@@ -15,7 +15,7 @@ import enum
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -32,9 +32,11 @@ from coexec.runners.graph_runner import GraphRunner, make_graph_runner
 from coexec.runners.native import NativeRunner
 from coexec.runners.pending import Pending
 from coexec.runners.skeleton import Skeleton, make_skeleton
+from coexec.tracegraph.closure import closed
 from coexec.tracegraph.graph import TraceGraph
+from coexec.tracegraph.in_pieces import forms_of_backward, in_pieces
 from coexec.tracegraph.live import Way, live
-from coexec.tracegraph.merge import agree_on_hooks, merge
+from coexec.tracegraph.merge import Indistinct, agree_on_hooks, merge
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.symbolic import SharedShadow
 from coexec.tracegraph.trace import Trace
@@ -60,6 +62,11 @@ FIRST_RETRY, LAST_RETRY = 20, 1280
 RETRY_COST = 50
 #: Co-executed iterations after which compiled graphs have their ways only, and how many these may be.
 NARROW_AFTER, MAX_WAYS = 40, 8
+#: Forms of one backward pass before its pieces become events of their own, if these are not new each time:
+#: one of how many events of a trace may be.
+MAX_FORMS, ONE_NEW_IN = 2, 5
+#: Whether they are from the first trace on: more can go wrong, and tests look for it.
+ALWAYS_IN_PIECES = False
 #: Lost captures before the dynamic phase.
 MAX_LOST = 3
 
@@ -101,6 +108,7 @@ class ProgramState:
     dynamic_cause: Cause | None = None
     sent: int = 0  # calls that the dynamic phase has sent to the queue
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # calls it waited at, and why
+    in_pieces: bool = field(default_factory=lambda: ALWAYS_IN_PIECES)  # whether backward passes are
     strikes: int = 0
     uncovered: int = 0
     lost: int = 0
@@ -121,6 +129,8 @@ class ProgramState:
     _until_retry: int = 0
     _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
     _ways: Counter[Way] = field(default_factory=Counter)  # of iterations since the graph is this one
+    _recombines: bool = False  # whether the latest trace was made of what others had
+    _in_row: int = 0  # fallbacks since an iteration was co-executed
     _narrowed: bool = False  # whether the skeleton has only these
     _returns: bool = False  # whether an iteration has then taken another one, or nothing is gained by it
     _compiles: bool = False  # whether a compiler has taken the graph
@@ -174,28 +184,51 @@ class ProgramState:
         if self.options.check:
             verify_trace(trace)
         self._holds_memory = True
-        before = self.graph
-        began = time.perf_counter()
-        self.traces = [t for t in self.traces if agree_on_hooks(t, trace)]
-        merged = merge([*self.traces, trace])
-        self._merge_s, self._dynamic_s = time.perf_counter() - began, 0.0
-        if self.options.check:
-            verify_graph(merged)
-        covered = merged.general or (before is not None and _shape(before) == _shape(merged))
-        self.traces.append(trace)
-        self._take_graph(merged)
+        try:
+            covered = self._merge(trace)
+        except Indistinct:
+            self.give_up(cause("CX0116", "the same calls do different things in two traces", self.key))
+            return
         apart = len(self.updates.apart)
         anew = (
             apart != self._apart
         )  # updates are other events from here on, so that earlier traces cover less
         self._apart = apart
-        self.uncovered = 0 if covered or anew else self.uncovered + 1
+        self.uncovered = 0 if covered or anew else self.uncovered + (not self._recombines)
         if covered:
             self._enter_coexecution()
         elif len(self.traces) >= self.options.max_traces:
             self.give_up(cause("CX0116", f"{len(self.traces)} traces", self.key))
         elif self.phase is Phase.DYNAMIC or self.uncovered >= PATIENCE:
             self._go_dynamic(cause("CX0116", f"{self.uncovered} in a row that were new", self.key))
+
+    def _merge(self, trace: Trace) -> bool:
+        """Merges a trace into the graph; returns whether the graph covered it already."""
+        before = self.graph
+        began = time.perf_counter()
+        self.traces = [t for t in self.traces if agree_on_hooks(t, trace)]
+        self.traces.append(in_pieces(trace) if self.in_pieces else trace)
+        merged = self._merged(self.traces)
+        covered = merged.general or (before is not None and _shape(before) == _shape(merged))
+        if not covered and not self.in_pieces and forms_of_backward(merged) > MAX_FORMS:
+            apart = [in_pieces(t) for t in self.traces]
+            without, whole = (closed(merge(traces)) for traces in (apart[:-1], apart))
+            if _recombines(without, whole, apart[-1]):
+                log.info("%s: iteration %d: backward passes are taken to pieces", self.key, self.iteration)
+                self.in_pieces, self.uncovered = True, 0
+                self.traces, before, merged = apart, without, whole
+                covered = _shape(before) == _shape(merged)
+        self._recombines = (
+            self.in_pieces and before is not None and _recombines(before, merged, self.traces[-1])
+        )
+        self._merge_s, self._dynamic_s = time.perf_counter() - began, 0.0
+        if self.options.check:
+            verify_graph(merged)
+        self._take_graph(merged)
+        return covered
+
+    def _merged(self, traces: Sequence[Trace]) -> TraceGraph:
+        return closed(merge(traces)) if self.in_pieces else merge(traces)
 
     def _take_graph(self, graph: TraceGraph | None) -> None:
         self.graph = graph
@@ -213,7 +246,8 @@ class ProgramState:
             self._returns = self._returns or narrowed
             self.traced(trace, None)
             learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
-            if learned or narrowed:
+            self._in_row += 1
+            if learned or narrowed or (self._recombines and self._in_row <= MAX_FALLBACKS):
                 self.recent[-1] = False
         else:
             self._untraceable(why_untraceable)
@@ -235,7 +269,7 @@ class ProgramState:
     def coexecuted(self, way: Way | None) -> None:
         """Takes in a co-executed iteration that was committed, and how it went if that matters."""
         self._remember(fell_back=False)
-        self.strikes = 0
+        self.strikes = self._in_row = 0
         self._trim_memory()
         if way is not None:
             self._ways[way] += 1
@@ -247,7 +281,7 @@ class ProgramState:
             return
         assert self.graph is not None
         self.narrows = False
-        whole = live(self.graph)
+        whole = live(self.graph, None, self.updates.apart)
         graph = live(whole, self._ways)
         self._narrowed = graph != whole
         if not self._narrowed:
@@ -366,7 +400,7 @@ class ProgramState:
     def _enter_coexecution(self) -> None:
         assert self.graph is not None
         began = time.perf_counter()
-        graph = live(self.graph, self._ways if self._narrowed else None)
+        graph = live(self.graph, self._ways if self._narrowed else None, self.updates.apart)
         try:
             program, why_aten = self._make_program(graph)
         except SharedShadow:
@@ -429,6 +463,11 @@ class ProgramState:
             return
         log.info("%s: %d blocks compiled in %.1f s", self.key, compilation.blocks, seconds)
         self._enter_coexecution()
+
+
+def _recombines(before: TraceGraph, after: TraceGraph, trace: Trace) -> bool:
+    """Whether a trace is made of events that other traces had: soon the graph will have all of them."""
+    return (len(after.nodes) - len(before.nodes)) * ONE_NEW_IN <= len(trace.events)
 
 
 def _only_generalised(before: TraceGraph, after: TraceGraph) -> bool:

@@ -46,7 +46,9 @@ struct Alternative {
   std::vector<bool> fed_here;        // of each: whether an external tensor is first used as this argument
   std::vector<Leaf> leaves;          // of the implicit arguments: a leaf and its gradient, by turns
   std::vector<FeedPlan> feeds;
-  std::optional<std::vector<int64_t>> path;  // the nodes before it, where they matter
+  std::optional<std::vector<int64_t>> path;  // the steps before it, where they matter
+  py::object step;
+  int64_t after = -1;  // a step that has to be on the path, if there is one
   int64_t select = -1;
 };
 
@@ -130,6 +132,8 @@ Node make_node(const py::dict& d) {
     for (const auto& f : alternative["feeds"].cast<std::vector<std::tuple<size_t, bool, bool>>>()) {
       out.feeds.push_back({std::get<0>(f), std::get<1>(f), std::get<2>(f)});
     }
+    out.step = alternative["step"];
+    out.after = alternative["after"].cast<int64_t>();
     out.select = alternative["select"].cast<int64_t>();
     n.alternatives.push_back(std::move(out));
   }
@@ -315,7 +319,8 @@ class Walker : public Answering {
       if (!fits(node)) continue;
       if (node.backward && has_hooks()) return not_implemented;
       for (const Alternative& alternative : node.alternatives) {
-        if (!binds(alternative) || !is_on_path(alternative) || !reaches(alternative)) continue;
+        if (!binds(alternative) || !is_on_path(alternative) || !is_behind(alternative)) continue;
+        if (!reaches(alternative)) continue;
         if (exclusive_ && feeds_no_copy(alternative)) return not_implemented;
         if (!node.fetches.empty() && (watched_ || !memory_is_checked())) return not_implemented;
         return take(node, alternative, at);
@@ -468,6 +473,15 @@ class Walker : public Answering {
     return true;
   }
 
+  // Whether the step is on the path that the alternative comes after.
+  bool is_behind(const Alternative& alternative) const {
+    if (alternative.after < 0) return true;
+    for (Py_ssize_t i = PyList_GET_SIZE(path_.ptr()) - 1; i >= 0; --i) {
+      if (PyLong_AsLongLong(PyList_GET_ITEM(path_.ptr(), i)) == alternative.after) return true;
+    }
+    return false;
+  }
+
   // Whether a backward pass reaches these leaves, and each has the gradient that it had in the traces. One
   // that comes from outside is left to Python.
   bool reaches(const Alternative& alternative) {
@@ -565,7 +579,7 @@ class Walker : public Answering {
     untrack(numbers.ptr());
     py::object before = py::reinterpret_borrow<py::object>(names_.at.get(iteration_.ptr()));
     names_.at.set(iteration_.ptr(), node.id_object.ptr());
-    if (PyList_Append(path_.ptr(), node.id_object.ptr()) < 0) throw py::error_already_set();
+    if (PyList_Append(path_.ptr(), alternative.step.ptr()) < 0) throw py::error_already_set();
     py::object fetched;
     if (!node.fetches.empty() && !fetch(node, fetched)) {
       names_.at.set(iteration_.ptr(), before.ptr());

@@ -27,7 +27,15 @@ from coexec.callbacks.hook import Hook
 from coexec.callbacks.leaf_hook import LeafHook
 from coexec.callbacks.passes import Passes, Recorder, given
 from coexec.tracegraph import functions
-from coexec.tracegraph.callbacks import Applied, CalledBack, applied, entered, go_on, hooked, left
+from coexec.tracegraph.callbacks import (
+    Applied,
+    CalledBack,
+    applied,
+    entered,
+    go_on,
+    is_callback,
+    left,
+)
 
 Function = torch.autograd.Function
 Callback = Call | Hook | LeafHook | Recomputation
@@ -149,7 +157,7 @@ class Callbacks:
 
     def maker(self, function: Any) -> Callable[..., Any] | None:
         """What makes a call that is an event, if that is not the function itself."""
-        if function.__class__ is Applied or function in (hooked, entered):
+        if is_callback(function):
             return self._attach
         if function is left:
             return self._leave

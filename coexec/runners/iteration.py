@@ -15,7 +15,7 @@ import torch
 from coexec.runners.placeholder import Symbol
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
 from coexec.tracegraph.exposed import Exposure
-from coexec.tracegraph.graph import START, Captured, Fed, NodeBinding
+from coexec.tracegraph.graph import START, Captured, Fed, Node, NodeBinding
 from coexec.tracegraph.trace import Number, Produced
 
 
@@ -33,7 +33,7 @@ class Iteration:
     """What the PythonRunner knows of the iteration that is running."""
 
     at: int = START
-    path: list[int] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)  # steps, see `graph.step_of`
     records: list[EventRecord | GradRecord | FlagRecord] = field(default_factory=list)
     symbols: dict[int, Symbol] = field(default_factory=dict)  # by id of the placeholder
     placeholders: dict[tuple[int, int], Symbol] = field(default_factory=dict)  # by event and output
@@ -46,6 +46,8 @@ class Iteration:
     checked: int = -1  # fed tensors when memory was last compared
     inputs: dict[int, Exposure] = field(default_factory=dict)  # by id, on memory that NumPy may know
     alive: list[Produced] = field(default_factory=list)  # held by the program at the end
+    freed: set[int] = field(default_factory=set)  # nodes that backward passes in pieces went through
+    pieces: dict[int, list[tuple[Node, Sequence[Token]]]] = field(default_factory=dict)  # by where they begin
     location: int = -1
     _numbers: dict[int, Sequence[Number]] = field(default_factory=dict)  # of the first `_counted` records
     _counted: int = 0

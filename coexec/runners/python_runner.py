@@ -12,6 +12,7 @@ matched, so giving up needs no undo: see `fallback`.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -31,6 +32,7 @@ from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.iteration import Iteration, Mismatch
 from coexec.runners.native import NativeRunner
 from coexec.runners.pending import Pending, is_pending
+from coexec.runners.pieces import Pieces
 from coexec.runners.placeholder import (
     Guard,
     Symbol,
@@ -46,11 +48,22 @@ from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.callbacks import UNRETURNED, Applied, Stopped, go_on, hooked, leaf_called_back
 from coexec.tracegraph.exposed import expose
-from coexec.tracegraph.graph import END, Alternative, Captured, Fed, Node, NodeBinding, is_shaped_by_data
+from coexec.tracegraph.graph import (
+    END,
+    Alternative,
+    Captured,
+    Fed,
+    Node,
+    NodeBinding,
+    is_shaped_by_data,
+    node_of,
+    step_of,
+)
 from coexec.tracegraph.live import Way, bound_of
 from coexec.tracegraph.numbers import TRANSFORMS, agree, fit, same_number
 from coexec.tracegraph.program import NodePlan
 from coexec.tracegraph.random_state import rng_state
+from coexec.tracegraph.tape import Begun
 from coexec.tracegraph.trace import Kind, Number, Produced, TensorMeta
 
 _T = TypeVar("_T")
@@ -349,13 +362,14 @@ class PythonRunner(EnteredNatively):
         state = ambient(own_modes=1)
         metas = tuple([self._meta(t) for t in tensors])
         whole_key = (key, state, metas)
-        nearest, refused = None, None
+        nearest, refused, unmatched = None, None, None
         for node in self.skeleton.children.get(it.at, ()):
             if node.location != location or node.function != function:
                 continue
             nearest = node
             if node.backward:
-                self.catch_up()  # it may have to add to gradients
+                if node.by_path:
+                    self.catch_up()  # it may have to add to gradients
                 self._check_hooks()
                 if not self._finds_callback(node):
                     continue
@@ -364,10 +378,21 @@ class PythonRunner(EnteredNatively):
             if self._fits(node, whole_key, numbers, sizes):
                 chosen = self._alternative(node, tensors, numbers)
                 if chosen is not None:
+                    pieces = None
+                    if isinstance(node.piece, Begun):
+                        pieces = Pieces(self, node, state, tensors[0])
+                        unmatched = pieces.refused()
+                        if unmatched is not None:
+                            continue
                     index, implicit = chosen
                     sizes.keep()
-                    return self._take(node, index, tensors, implicit, numbers, key, state, location)
+                    returned = self._take(node, index, tensors, implicit, numbers, key, state, location)
+                    if pieces is not None:
+                        pieces.go()
+                    return returned
             refused = sizes.refused
+        if unmatched is not None:
+            raise Mismatch(*unmatched)
         raise Mismatch(
             "CX0001", difference(it, self.skeleton, function, nearest, whole_key, numbers, refused)
         )
@@ -380,11 +405,12 @@ class PythonRunner(EnteredNatively):
             and all(map(sizes.fit, own[2], key[2]))
             and fit(node.numbers, numbers)
             and sizes.numbers_fit(node.numbers, numbers)
-            and self._holds(node, sizes)
+            and self.holds(node, sizes)
             and (is_shaped_by_data(node) or all(sizes.concrete(o.meta) is not None for o in node.outputs))
         )
 
-    def _holds(self, node: Node, sizes: Sizes) -> bool:
+    def holds(self, node: Node, sizes: Sizes) -> bool:
+        """Whether a node does for the sizes of this iteration what it did in the traces."""
         holds = self.skeleton.unseen.holds(node, sizes.value)
         if not holds:
             sizes.refused = "sizes that no trace had"
@@ -434,11 +460,13 @@ class PythonRunner(EnteredNatively):
                 continue
             if alternative.path is not None and alternative.path != tuple(self.iteration.path):
                 continue
-            if not self._numbers_agree(node, alternative, numbers):
+            if alternative.after is not None and alternative.after not in self.iteration.path:
+                continue
+            if not self.numbers_agree(node, alternative, numbers):
                 continue
             if not node.implicit_metas:
                 return index, []
-            implicit = self._implicit(node, alternative.bindings, len(bindings))
+            implicit = self.implicit(node, alternative.bindings, len(bindings))
             if implicit is not None:
                 return index, implicit
         return None
@@ -453,7 +481,7 @@ class PythonRunner(EnteredNatively):
             raise Mismatch("CX0107", f"a tensor has layout {tensor.layout}")
         return calls.meta_of(tensor)
 
-    def _numbers_agree(self, node: Node, alternative: Alternative, numbers: list[Number]) -> bool:
+    def numbers_agree(self, node: Node, alternative: Alternative, numbers: list[Number]) -> bool:
         """Numbers that were the same in every trace have to be the same in this iteration."""
         agreements = self.skeleton.agreements.get(node.id)
         if not agreements and not alternative.pins:
@@ -471,7 +499,7 @@ class PythonRunner(EnteredNatively):
         known = self.iteration.externals.get(id(tensor))
         return new.setdefault(id(tensor), Fed(node.id, argument)) if known is None else known
 
-    def _implicit(self, node: Node, bindings: tuple[NodeBinding, ...], explicit: int) -> list[Token] | None:
+    def implicit(self, node: Node, bindings: tuple[NodeBinding, ...], explicit: int) -> list[Token] | None:
         """Checks the leaves that a backward pass reaches, and the gradients that they have."""
         tokens: list[Token] = []
         for position in range(explicit, len(bindings), 2):
@@ -506,26 +534,10 @@ class PythonRunner(EnteredNatively):
         state: Hashable,
         location: int,
     ) -> Any:
-        it, program, send = self.iteration, self.skeleton.program, self.graph_runner.send
+        it, program = self.iteration, self.skeleton.program
         tokens = [self.iteration.token_of(t) for t in tensors] + implicit
-        for message in program.edges.get((it.at, node.id), ()):
-            send(message)
         plan = program.plans[node.id]
-        if plan.select is not None:
-            send(plan.select[index])
-        bindings = node.alternatives[index].bindings
-        for argument, binding in enumerate(bindings):
-            token = tokens[argument]
-            if isinstance(binding, Fed) and isinstance(token, torch.Tensor) and id(token) not in it.externals:
-                it.externals[id(token)] = binding
-                it.fed[binding] = token
-        for argument in plan.feeds[index] if plan.feeds else ():
-            put = it.late.append if argument in plan.late else send
-            put(self._unshared(tokens[argument], Fed(node.id, argument)))
-        for slot, transform, late in plan.numbers:
-            (it.late.append if late else send)(TRANSFORMS[transform](numbers[slot]))
-        it.at = node.id
-        it.path.append(node.id)
+        self.go_to(node, index, tokens, numbers)
         record = EventRecord(node, key, state, tokens, numbers, location)
         if node.kind is Kind.FETCH:
             if node.function in functions.SHARES_MEMORY and plan.fetches[0] in program.copied:
@@ -544,7 +556,35 @@ class PythonRunner(EnteredNatively):
         if plan.asks:
             self._ask(node, plan)
         it.records.append(record)
-        return self._results(node, tensors, tokens)
+        return self.results(node, tensors, tokens)
+
+    def go_to(self, node: Node, index: int, tokens: Sequence[Token], numbers: Sequence[Number]) -> None:
+        """Tells the GraphRunner that the iteration goes on with a node, in one of its alternatives."""
+        it, send = self.iteration, self.graph_runner.send
+        self.step_to(node, index)
+        plan = self.skeleton.program.plans[node.id]
+        bindings = node.alternatives[index].bindings
+        for argument, binding in enumerate(bindings):
+            token = tokens[argument]
+            if isinstance(binding, Fed) and isinstance(token, torch.Tensor) and id(token) not in it.externals:
+                it.externals[id(token)] = binding
+                it.fed[binding] = token
+        for argument in plan.feeds[index] if plan.feeds else ():
+            put = it.late.append if argument in plan.late else send
+            put(self._unshared(tokens[argument], Fed(node.id, argument)))
+        for slot, transform, late in plan.numbers:
+            (it.late.append if late else send)(TRANSFORMS[transform](numbers[slot]))
+
+    def step_to(self, node: Node, index: int) -> None:
+        """The same for a node that nothing is sent for."""
+        it, program, send = self.iteration, self.skeleton.program, self.graph_runner.send
+        for message in program.edges.get((it.at, node.id), ()):
+            send(message)
+        select = program.plans[node.id].select
+        if select is not None:
+            send(select[index])
+        it.at = node.id
+        it.path.append(step_of(node.id, node.alternatives[index].number))
 
     def _ask(self, node: Node, plan: NodePlan) -> None:
         """Waits for sizes that values decide about."""
@@ -582,7 +622,8 @@ class PythonRunner(EnteredNatively):
             return token
         return token.detach().clone() if self.exclusive and not is_exclusive(token) else token
 
-    def _results(self, node: Node, tensors: list[torch.Tensor], tokens: list[Token]) -> Any:
+    def results(self, node: Node, tensors: list[torch.Tensor], tokens: list[Token]) -> Any:
+        """What a node gives to Python: placeholders, and gradients of leaves."""
         it = self.iteration
         rebound = {output: argument for argument, output in node.rebinds}
         new: list[Any] = []
@@ -692,7 +733,10 @@ class PythonRunner(EnteredNatively):
             if isinstance(record, EventRecord) and len(record.node.alternatives) > 1:
                 arguments = len(record.node.alternatives[0].bindings)
                 bound.append(bound_of(record.node, record.tokens[:arguments]))
-        return Way(tuple(self.iteration.path), tuple(bound))
+        for node, tokens in itertools.chain(*self.iteration.pieces.values()):
+            if len(node.alternatives) > 1:
+                bound.append(bound_of(node, tokens))
+        return Way(tuple(map(node_of, self.iteration.path)), tuple(bound))
 
     def complete(self) -> None:
         """Waits for the GraphRunner and gives Python the results.

@@ -6,7 +6,8 @@ Out: `Skeleton`, immutable, shared by all iterations until the graph changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Skeleton:
         unseen: what nodes do for sizes that no trace had.
         plain: the register of each output that is neither a view of an external tensor nor differentiable.
         walker: the native hot path, None where there is none.
+        passes: backward passes in pieces that iterations have gone through, see `pieces`.
     """
 
     graph: TraceGraph
@@ -50,6 +52,7 @@ class Skeleton:
     unseen: Unseen
     plain: dict[tuple[int, int], int]
     walker: Any
+    passes: dict[Hashable, tuple[tuple[Node, int], ...]] = field(default_factory=dict)
 
 
 def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:

@@ -24,10 +24,11 @@ from coexec.runners.bare import Bare, elementwise, returned
 from coexec.tracegraph.callbacks import Applied
 from coexec.tracegraph.calls import meta_of, unflatten
 from coexec.tracegraph.functions import INDEXING
-from coexec.tracegraph.graph import Node, TraceGraph, external_metas, symbols_of
+from coexec.tracegraph.graph import Node, TraceGraph, external_metas, node_of, symbols_of
 from coexec.tracegraph.numbers import fed_numbers
 from coexec.tracegraph.size_generic import SIZE_GENERIC
 from coexec.tracegraph.sizes import Size, symbols_in, value_of, varies
+from coexec.tracegraph.tape import Passed
 from coexec.tracegraph.trace import (
     Computed,
     Constant,
@@ -72,13 +73,13 @@ class Unseen:
             symbols = symbols_of(node)
             if not symbols or not node.alternatives:
                 continue
-            every = range(len(graph.symbols)) if node.backward else sorted(symbols)
+            every = range(len(graph.symbols)) if node.by_path else sorted(symbols)
             self._needed[node.id] = symbols
             self.watched[node.id] = tuple(every)
             self.known[node.id] = set()
             for visit in graph.visits:
                 seen = dict(visit.sizes)
-                if node.id in visit.nodes and (node.backward or symbols <= seen.keys()):
+                if node.id in visit.nodes and (node.by_path or symbols <= seen.keys()):
                     self.known[node.id].add(tuple(seen.get(s, UNKNOWN) for s in every))
 
     def holds(self, node: Node, values: Values) -> bool:
@@ -97,9 +98,11 @@ class Unseen:
         return True
 
     def _is_generic(self, node: Node) -> bool:
-        if not node.backward:
+        if isinstance(node.piece, Passed):
+            return _is_size_generic(self._graph.nodes[node.piece.of])
+        if not node.by_path:
             return _is_size_generic(node)
-        before = {n for a in node.alternatives for n in a.path or ()}
+        before = {n for a in node.alternatives for n in map(node_of, a.path or ())}
         return all(_is_size_generic(self._graph.nodes[n]) for n in before if n in self.watched)
 
     def _gives_its_shapes(self, node: Node, values: Values, watched: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ from coexec.runners.unseen import Unseen
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.callbacks import UNRETURNED
-from coexec.tracegraph.graph import Captured, Fed, Node, NumberSlot, TraceGraph
+from coexec.tracegraph.graph import Captured, Fed, Node, NumberSlot, TraceGraph, step_of
 from coexec.tracegraph.optimizers import counts_of
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.trace import Kind, Produced, TensorMeta
@@ -114,6 +114,8 @@ def _node(
                     for i in (plan.feeds[index] if plan.feeds else ())
                 ],
                 "path": a.path,
+                "step": step_of(node.id, a.number),
+                "after": -1 if a.after is None else a.after,
                 "select": -1 if plan.select is None else plan.select[index],
             }
             for index, a in enumerate(node.alternatives)
@@ -134,7 +136,7 @@ def _node(
 
 def _is_simple(node: Node) -> bool:
     """Whether an event needs nothing but comparing its arguments."""
-    return node.kind is Kind.COMPUTE and _is_plain(node) and _returns(node)
+    return node.kind is Kind.COMPUTE and node.piece is None and _is_plain(node) and _returns(node)
 
 
 def _returns(node: Node) -> bool:

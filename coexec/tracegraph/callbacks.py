@@ -75,6 +75,11 @@ def applied(function: type[torch.autograd.Function]) -> Applied:
     return event
 
 
+def is_callback(function: Any) -> bool:
+    """Whether the event of this function has autograd call code of the user."""
+    return function.__class__ is Applied or function in (hooked, entered)
+
+
 def go_on(gradients: Any) -> NoReturn:
     """The event by which a backward pass goes on with what a callback returned."""
     raise RuntimeError("go_on is an event, and no function to be called")

@@ -155,7 +155,7 @@ def _external_of(trace: Trace, event: int, value: Input | Local) -> int | None:
     """The external tensor whose memory a value is a view of; None for memory of the iteration."""
     while True:
         if isinstance(value, Input):
-            source = trace.events[event].sources[value.index]
+            source = trace.origin(trace.events[event].sources[value.index])
             if isinstance(source, External):
                 return source.index
             if not isinstance(source, Computed):

@@ -8,7 +8,8 @@ Everything here is a statement about PyTorch's own functions, so it is data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,20 @@ MAYBE_SAME: frozenset[Callable[..., Any]] = frozenset(_functions("as_tensor", "a
 BACKWARD: frozenset[Callable[..., Any]] = frozenset(
     {Tensor.backward, torch.autograd.backward, torch.autograd.grad, go_on}
 )
+
+
+def runs_all(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call runs the backward pass of one tensor, to all leaves that it depends on."""
+    if function not in (Tensor.backward, torch.autograd.backward):
+        return False
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:
+        return False  # the call will say so
+    tensors = given.get("tensors")
+    one = not isinstance(tensors, (list, tuple)) or len(tensors) == 1
+    return one and not given.get("create_graph") and given.get("inputs") is None
+
 
 IS_LEAF: Callable[..., Any] = Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a getset descriptor
 _GRAD: Any = Tensor.grad  # getset descriptors, which are typed as what they get

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from coexec.tracegraph.sizes import Size, Symbol, symbols_in
+from coexec.tracegraph.tape import Piece, Tape
 from coexec.tracegraph.trace import (
     Computed,
     Constant,
@@ -90,16 +91,37 @@ class FedNumber:
 class Alternative:
     """One way in which the arguments of a node bind, and what its operations then read.
 
-    `path` holds the nodes before it when the node depends on all of them: a backward pass, or a call
+    `path` holds the steps before it when the node depends on all of them: a backward pass, or a call
     whose arguments alone do not say what it reads. `pins`
     are numbers of that path that vary elsewhere, but had one value in every trace of this
-    alternative: (node, slot, value).
+    alternative: (node, slot, value). `number` tells the alternatives of a node apart in steps. An
+    alternative is only taken `after` a step, if it has one: its arguments are those of an earlier node.
     """
 
     bindings: tuple[NodeBinding, ...]
     sources: tuple[NodeSource, ...]
     path: tuple[int, ...] | None
     pins: tuple[tuple[int, int, Number], ...] = ()
+    number: int = 0
+    after: int | None = None
+
+
+_NODES = 1 << 32
+
+
+def step_of(node: int, alternative: int) -> int:
+    """A step of a path: a node in one of its alternatives. What `Python` chose may show in nothing else."""
+    return alternative * _NODES + node
+
+
+def node_of(step: int) -> int:
+    """The node of a step."""
+    return step % _NODES
+
+
+def renumbered_step(step: int, new: Mapping[int, int]) -> int:
+    """A step of a graph whose nodes have other numbers."""
+    return step - node_of(step) + new[node_of(step)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +143,14 @@ class Node:
     result: Any
     backward: bool
     alternatives: tuple[Alternative, ...]
+    tape: Tape | None = None
+    piece: Piece | None = None
+    divisible: bool = False  #: a backward pass that can be taken to pieces
+
+    @property
+    def by_path(self) -> bool:
+        """Whether it depends on the whole path before it, and not only on its arguments."""
+        return self.backward and self.piece is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +201,7 @@ class TraceGraph:
         symbols: what each symbol in sizes may be.
         visits: what traces with symbolic sizes came by, and with which sizes.
         hooks: how many hooks each captured tensor has.
+        paths: the steps of each trace, where backward passes are in pieces.
         general: whether the latest trace differs from others in sizes only, all of which are symbolic.
     """
 
@@ -182,6 +213,7 @@ class TraceGraph:
     symbols: tuple[Symbol, ...] = ()
     visits: tuple[Visit, ...] = ()
     hooks: tuple[Hooks, ...] = ()
+    paths: tuple[frozenset[int], ...] = ()
     general: bool = False
 
     def __str__(self) -> str:

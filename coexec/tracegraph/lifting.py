@@ -14,6 +14,7 @@ from typing import Any
 from coexec.tracegraph.numbers import same_number
 from coexec.tracegraph.places import Place, numbers_in, outline, with_sizes
 from coexec.tracegraph.sizes import Size, number_of, value_of
+from coexec.tracegraph.tape import Passed
 from coexec.tracegraph.trace import Event, Produced, Trace
 
 Lifted = tuple[Trace, dict[int, int]]
@@ -34,7 +35,8 @@ def lift(trace: Trace, symbolic: Sequence[Trace]) -> Lifted | None:
 
 def _alone(event: Event) -> Event:
     """The outline of an event, whatever events its arguments come from."""
-    return replace(outline(event), inputs=(), sources=())
+    piece = replace(event.piece, of=0) if isinstance(event.piece, Passed) else event.piece
+    return replace(outline(event), inputs=(), sources=(), piece=piece)
 
 
 def _aligned(ours: Sequence[Event], theirs: Sequence[Event]) -> dict[int, int]:
@@ -57,7 +59,7 @@ def _with_sizes_of(trace: Trace, other: Trace, pairs: dict[int, int]) -> Lifted 
     numbers_differ = False  # in this event, or before it
     for index, event in enumerate(trace.events):
         if index not in pairs:
-            if event.backward or any(_is_symbolic(b, events) for b in event.inputs):
+            if event.by_path or any(_is_symbolic(b, events) for b in event.inputs):
                 return None
             events.append(event)
             continue

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from coexec.tracegraph.graph import END, START, Alternative, Fed, Node, TraceGraph
+from coexec.tracegraph.graph import END, START, Alternative, Fed, Node, TraceGraph, node_of
+from coexec.tracegraph.optimizers import updates_several
 from coexec.tracegraph.order import reachable, turned_around
 from coexec.tracegraph.trace import Computed, Produced
 
@@ -40,23 +41,33 @@ def bound_of(node: Node, arguments: Iterable[object]) -> Bound:
     return node.id, tuple([a if isinstance(a, Produced) else None for a in arguments])
 
 
-def live(graph: TraceGraph, ways: Collection[Way] | None = None) -> TraceGraph:
+def live(
+    graph: TraceGraph, ways: Collection[Way] | None = None, retired: Collection[object] = ()
+) -> TraceGraph:
     """The graph without nodes that made captured tensors; the graph itself if nothing would be left.
 
-    If `ways` through that graph are given, only what these have remains of it.
+    Args:
+        graph: a TraceGraph.
+        ways: if there are any, only what these have remains of what is left.
+        retired: updates that are made one by one from now on.
     """
     if ways is not None:
-        graph = live(graph)
+        graph = live(graph, None, retired)
     captured = set(graph.captured)
-    retired = {n.id for n in graph.nodes if any(o.kept and o.uid in captured for o in n.outputs)}
-    if not retired and ways is None:
+    gone = {
+        n.id
+        for n in graph.nodes
+        if any(o.kept and o.uid in captured for o in n.outputs)
+        or (n.function in retired and updates_several(n.key))
+    }
+    if not gone and ways is None:
         return graph
     taken = {(s, t) for s, targets in graph.edges.items() for t in targets}
     bound: set[Bound] | None = None
     if ways is not None:
         taken &= {edge for way in ways for edge in pairwise((START, *way.path, END))}
         bound = {b for way in ways for b in way.bound}
-    alive = {n.id for n in graph.nodes} - retired
+    alive = {n.id for n in graph.nodes} - gone
     while True:
         there = alive | {START, END}
         edges = {
@@ -96,7 +107,7 @@ def _possible(alternative: Alternative, alive: set[int]) -> bool:
     nodes = {b.event for b in alternative.bindings if isinstance(b, Produced)}
     nodes |= {b.node for b in alternative.bindings if isinstance(b, Fed)}
     nodes |= {s.event for s in alternative.sources if isinstance(s, (Computed, Produced))}
-    return nodes <= alive and (alternative.path is None or set(alternative.path) <= alive)
+    return nodes <= alive and (alternative.path is None or set(map(node_of, alternative.path)) <= alive)
 
 
 def _is_taken(node: Node, alternative: Alternative, bound: Collection[Bound] | None) -> bool:

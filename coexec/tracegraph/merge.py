@@ -10,8 +10,9 @@ Source: Terra, section 3.2.2 ("TraceGraph").
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -32,10 +33,15 @@ from coexec.tracegraph.graph import (
     NumberSlot,
     TraceGraph,
     Visit,
+    is_shaped_by_data,
+    renumbered_step,
+    step_of,
 )
 from coexec.tracegraph.numbers import same_number, same_sizes, unify, unify_slots, unused, varying
+from coexec.tracegraph.optimizers import counts_of
 from coexec.tracegraph.order import Groups, in_order, turned_around
 from coexec.tracegraph.sizes import Size
+from coexec.tracegraph.tape import Passed, Piece
 from coexec.tracegraph.trace import (
     Computed,
     Event,
@@ -46,11 +52,20 @@ from coexec.tracegraph.trace import (
     Produced,
     Source,
     Trace,
+    takes_one_value_twice,
 )
 
 
+class Indistinct(Exception):
+    """Traces in which the same calls of Python, on the same path, do different things."""
+
+
 def merge(traces: Sequence[Trace]) -> TraceGraph:
-    """Merges traces, in order, into one graph that covers all of them."""
+    """Merges traces, in order, into one graph that covers all of them.
+
+    Raises:
+        Indistinct: if no running iteration could be told to be like one trace, or like another.
+    """
     general = generalize(traces)
     traces = general.traces
     seen = Counter(uid for t in traces for uid in {e.uid for e in t.externals})
@@ -60,11 +75,18 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
     hooks = {e.uid: e.hooks for t in traces for e in t.externals}
     # Whether a call is stopped depends on what has been saved before it.
     path_dependent = {_identity(e) for t in traces for e in t.events if is_stopped(e.result)}
+    path_dependent |= {_identity(e) for t in traces for e in t.events if takes_one_value_twice(e, t)}
+    apart = any(e.piece is not None for t in traces for e in t.events)
+    repeated = _repeated(traces) if apart else frozenset()
     while True:
-        builder = _Builder(captured, path_dependent)
+        builder = _Builder(captured, path_dependent, apart=apart, repeated=repeated)
         for trace in traces:
             builder.add(trace)
         conflicting = builder.conflicting_captures()
+        indistinct = builder.indistinct()
+        if indistinct & path_dependent:
+            raise Indistinct
+        builder.ambiguous |= indistinct
         if not conflicting and not builder.ambiguous:
             graph = builder.freeze(len(traces))
             return replace(
@@ -72,6 +94,7 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
                 symbols=general.symbols,
                 visits=_visits(builder, general),
                 hooks=tuple(hooks[uid] for uid in graph.captured),
+                paths=_paths(builder) if apart else (),
                 general=general.latest,
             )
         captured -= conflicting
@@ -82,6 +105,12 @@ def agree_on_hooks(trace: Trace, other: Trace) -> bool:
     """Whether two traces found the same hooks on tensors that both use, so that backward passes are alike."""
     hooks = {e.uid: e.hooks for e in trace.externals}
     return all(hooks.get(e.uid, e.hooks) == e.hooks for e in other.externals)
+
+
+def _repeated(traces: Sequence[Trace]) -> frozenset[tuple[object, ...]]:
+    """Events that some trace has several times in one place, that is in a loop."""
+    counts = (Counter(_identity(e) for e in trace.events if e.piece is None) for trace in traces)
+    return frozenset(identity for count in counts for identity, n in count.items() if n > 1)
 
 
 def _restrided(traces: Sequence[Trace]) -> set[int]:
@@ -95,6 +124,11 @@ def _restrided(traces: Sequence[Trace]) -> set[int]:
     return found
 
 
+def _paths(builder: _Builder) -> tuple[frozenset[int], ...]:
+    paths = (frozenset(renumbered_step(s, builder.new_id) for s in steps) for steps in builder.all_steps)
+    return tuple(dict.fromkeys(paths))
+
+
 def _visits(builder: _Builder, general: Generalized) -> tuple[Visit, ...]:
     found = (
         Visit(frozenset(builder.new_id[n] for n in path), tuple(sorted(assignment)))
@@ -106,9 +140,11 @@ def _visits(builder: _Builder, general: Generalized) -> tuple[Visit, ...]:
 
 @dataclass
 class _Draft:
-    """A node under construction."""
+    """A node under construction, and what events have to have in common with it."""
 
     node: Node
+    kind: tuple[object, ...]
+    has_own: bool  # tensors that are its own on all paths
     alternatives: list[Alternative] = field(default_factory=list)
     seen: list[list[dict[tuple[int, int], Number | Size]]] = field(
         default_factory=list
@@ -116,7 +152,16 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, captured_uids: set[int], path_dependent: set[tuple[object, ...]]) -> None:
+    def __init__(
+        self,
+        captured_uids: set[int],
+        path_dependent: set[tuple[object, ...]],
+        *,
+        apart: bool,
+        repeated: frozenset[tuple[object, ...]],
+    ) -> None:
+        self.apart = apart  # whether backward passes are in pieces
+        self.repeated = repeated  # events that are in loops, if they are
         self.captured_uids = captured_uids
         self.path_dependent = path_dependent
         self.ambiguous: set[tuple[object, ...]] = set()  # events whose arguments do not say what they read
@@ -127,6 +172,8 @@ class _Builder:
         self.by_event: dict[tuple[object, ...], list[int]] = defaultdict(list)
         self.shared: Groups[Captured | Fed] = Groups()
         self.paths: list[list[int]] = []  # of each trace
+        self.steps: list[int] = []  # of the trace that is being added, so far
+        self.all_steps: list[list[int]] = []  # of each trace
         self.new_id: dict[int, int] = {}  # of each node, when they are in order
 
     # --- adding a trace ---
@@ -134,11 +181,13 @@ class _Builder:
     def add(self, trace: Trace) -> None:
         latest = START
         path: list[int] = []  # node of each event so far
+        self.steps = []
         external_refs: dict[int, Captured | Fed] = {}
         for event in trace.events:
             latest = self._match(event, latest, path, trace, external_refs)
             path.append(latest)
         self.paths.append(path)
+        self.all_steps.append(self.steps)
         self._connect(latest, END)
         self._share(trace, external_refs)
 
@@ -150,26 +199,44 @@ class _Builder:
         for candidate in children:
             if self._merge_into(candidate, event, path, trace, refs):
                 return candidate
-        for candidate in self.by_event[_identity(event)]:
+        for candidate in self.by_event[self._kind(event, path, trace)]:
             if candidate in children or candidate in on_path or self.ancestors[latest] >> candidate & 1:
+                continue
+            if not self._continues(candidate, event, path):
                 continue
             if self._merge_into(candidate, event, path, trace, refs):
                 self._connect(latest, candidate)
                 return candidate
         return self._create(event, latest, path, trace, refs)
 
+    def _continues(self, candidate: int, event: Event, path: list[int]) -> bool:
+        """Whether an event in a loop goes on with what a node elsewhere goes on with.
+
+        In a loop over layers, events of different layers have the same place in the program. One without
+        parameters belongs to the layer by which the latest of its arguments was made.
+        """
+        if _identity(event) not in self.repeated or self.drafts[candidate].has_own:
+            return True
+        made = [(b, a) for a, b in enumerate(event.inputs) if isinstance(b, Produced)]
+        if not made:
+            return True
+        latest, argument = max(made, key=lambda pair: pair[0].event)
+        binding = Produced(path[latest.event], latest.output)
+        return any(a.bindings[argument] == binding for a in self.drafts[candidate].alternatives)
+
     def _merge_into(
         self, candidate: int, event: Event, path: list[int], trace: Trace, refs: dict[int, Captured | Fed]
     ) -> bool:
         draft = self.drafts[candidate]
         node = draft.node
-        if _identity(event) != _identity(node) or not same_sizes(node.numbers, event.numbers):
+        if draft.kind != self._kind(event, path, trace) or not same_sizes(node.numbers, event.numbers):
+            return False
+        if _piece(event, path) != node.piece:
             return False
         own = varying(candidate, node.numbers, event.numbers)
         candidates = list(own)
-        if event.backward:  # it uses numbers of the events before it
-            for before, earlier in zip(path, trace.events, strict=False):
-                candidates += varying(before, self.drafts[before].node.numbers, earlier.numbers)
+        for before, earlier in _whose_numbers(event, path, trace):
+            candidates += varying(before, self.drafts[before].node.numbers, earlier.numbers)
         operations = unify(node.operations, event.operations, candidates)
         if operations is None or not _compatible_outputs(node, event):
             return False
@@ -193,7 +260,8 @@ class _Builder:
         else:
             draft.alternatives.append(alternative)
             draft.seen.append([])
-        draft.seen[position].append(_numbers_on(path, trace) if event.backward else {})
+        self.steps.append(step_of(candidate, position))
+        draft.seen[position].append(_numbers_on(event, path, trace))
         refs.update(tried)
         numbers = unify_slots(node.numbers, event.numbers)
         outputs = tuple(
@@ -201,6 +269,26 @@ class _Builder:
         )
         draft.node = replace(node, operations=operations, numbers=numbers, outputs=outputs)
         return True
+
+    def _kind(self, event: Event, path: list[int], trace: Trace) -> tuple[object, ...]:
+        """What events have to have in common to be one node.
+
+        Where backward passes are in pieces, a node is given the same parameters on all paths: each of the
+        layers that a loop goes through has a backward pass of its own, and each parameter its updates.
+        """
+        if not self.apart:
+            return _identity(event)
+        of = path[event.piece.of] if isinstance(event.piece, Passed) else None
+        return (*_identity(event), of, *self._own_tensors(event, trace))
+
+    def _own_tensors(self, event: Event, trace: Trace) -> Iterator[int]:
+        """External tensors that an event has on all paths: parameters, and the counters of their updates."""
+        for binding in event.inputs:
+            external = trace.externals[binding.index] if isinstance(binding, External) else None
+            if external is None or external.uid not in self.captured_uids:
+                continue
+            if external.parameter or event.function is counts_of:
+                yield external.uid
 
     def _create(
         self, event: Event, latest: int, path: list[int], trace: Trace, refs: dict[int, Captured | Fed]
@@ -222,11 +310,16 @@ class _Builder:
             result=event.result,
             backward=event.backward,
             alternatives=(),
+            tape=event.tape,
+            piece=_piece(event, path),
+            divisible=event.passages is not None,
         )
-        self.drafts.append(_Draft(node))
+        kind = self._kind(event, path, trace)
+        self.drafts.append(_Draft(node, kind, any(True for _ in self._own_tensors(event, trace))))
         self.drafts[id_].alternatives.append(self._alternative(id_, event, path, trace, refs))
-        self.drafts[id_].seen.append([_numbers_on(path, trace) if event.backward else {}])
-        self.by_event[_identity(event)].append(id_)
+        self.steps.append(step_of(id_, 0))
+        self.drafts[id_].seen.append([_numbers_on(event, path, trace)])
+        self.by_event[kind].append(id_)
         self._connect(latest, id_)
         return id_
 
@@ -257,10 +350,10 @@ class _Builder:
                 bindings.append(Produced(path[binding.event], binding.output))
             else:
                 bindings.append(None)
-        passed_on = {} if event.backward else _passed_on(event, trace)
+        passed_on = {} if event.by_path else _passed_on(event, trace)
         sources = tuple(self._source(passed_on.get(s, s), path, refs) for s in event.sources)
-        by_path = event.backward or _identity(event) in self.path_dependent
-        return Alternative(tuple(bindings), sources, tuple(path) if by_path else None)
+        by_path = event.by_path or _identity(event) in self.path_dependent
+        return Alternative(tuple(bindings), sources, tuple(self.steps) if by_path else None)
 
     def _external(
         self, index: int, id_: int, argument: int, trace: Trace, refs: dict[int, Captured | Fed]
@@ -293,6 +386,18 @@ class _Builder:
                 self.shared.join(*group)
 
     # --- results ---
+
+    def indistinct(self) -> set[tuple[object, ...]]:
+        """Events that come at one point in several nodes which their arguments alone do not tell apart."""
+        found: set[tuple[object, ...]] = set()
+        for children in self.children.values():
+            alike: dict[tuple[object, ...], list[_Draft]] = defaultdict(list)
+            for draft in (self.drafts[c] for c in children if c != END):
+                alike[draft.kind].append(draft)
+            for drafts in alike.values():
+                if any(_may_be_same_call(a, b) for a, b in itertools.combinations(drafts, 2)):
+                    found.add(_identity(drafts[0].node))
+        return found
 
     def conflicting_captures(self) -> set[int]:
         """Captured tensors in argument positions that do not always hold the same tensor.
@@ -364,7 +469,7 @@ def _passed_on(event: Event, trace: Trace) -> dict[Source, Produced]:
             direct.add(binding)
         elif isinstance(binding, Produced):
             before = trace.events[binding.event]
-            source = before.made(binding.event, binding.output)
+            source = trace.origin(binding)
             if isinstance(before.outputs[binding.output].value, Input):
                 passed.setdefault(source, binding)
             else:
@@ -372,12 +477,40 @@ def _passed_on(event: Event, trace: Trace) -> dict[Source, Produced]:
     return {source: binding for source, binding in passed.items() if source not in direct}
 
 
-def _numbers_on(path: list[int], trace: Trace) -> dict[tuple[int, int], Number | Size]:
+def _may_be_same_call(a: _Draft, b: _Draft) -> bool:
+    """Whether a call may fit two nodes of the same kind, at the same point of an iteration.
+
+    Where values decide about shapes, these tell the nodes apart when they are known.
+    """
+    if is_shaped_by_data(a.node) or is_shaped_by_data(b.node):
+        return False
+    ways = {(x.bindings, x.path) for x in a.alternatives}
+    if ways.isdisjoint((x.bindings, x.path) for x in b.alternatives):
+        return False
+    slots = zip(a.node.numbers, b.node.numbers, strict=True)
+    return all(x.classes is not None or y.classes is not None or x.value == y.value for x, y in slots)
+
+
+def _whose_numbers(event: Event, path: list[int], trace: Trace) -> Iterable[tuple[int, Event]]:
+    """The events before an event whose numbers it may use, too, with their nodes."""
+    if event.by_path:
+        return zip(path, trace.events, strict=False)
+    if isinstance(event.piece, Passed):
+        return ((path[event.piece.of], trace.events[event.piece.of]),)
+    return ()
+
+
+def _numbers_on(event: Event, path: list[int], trace: Trace) -> dict[tuple[int, int], Number | Size]:
     return {
         (node, slot): number
-        for node, event in zip(path, trace.events, strict=False)
-        for slot, number in enumerate(event.numbers)
+        for node, earlier in _whose_numbers(event, path, trace)
+        for slot, number in enumerate(earlier.numbers)
     }
+
+
+def _piece(event: Event, path: list[int]) -> Piece | None:
+    """What an event is a piece of, by nodes."""
+    return replace(event.piece, of=path[event.piece.of]) if isinstance(event.piece, Passed) else event.piece
 
 
 def _identity(event: Event | Node) -> tuple[object, ...]:
@@ -391,6 +524,7 @@ def _compatible_outputs(node: Node, event: Event) -> bool:
         and node.grads == event.grads
         and node.rebinds == event.rebinds
         and node.implicit_metas == event.implicit_metas
+        and node.tape == event.tape
         and len(node.outputs) == len(event.outputs)
         and all(
             (a.meta, a.value, a.history) == (b.meta, b.value, b.history)
@@ -418,13 +552,19 @@ def _renumber(draft: _Draft, new_id: dict[int, int]) -> Node:
         Alternative(
             _renumber_all(a.bindings, new_id),  # type: ignore[arg-type]  # kinds are kept
             _renumber_all(a.sources, new_id),  # type: ignore[arg-type]  # kinds are kept
-            None if a.path is None else tuple(new_id[n] for n in a.path),
+            None if a.path is None else tuple(renumbered_step(s, new_id) for s in a.path),
             tuple((new_id[n], slot, value) for n, slot, value in a.pins),
+            number,
         )
-        for a in draft.alternatives
+        for number, a in enumerate(draft.alternatives)
     )
     operations = tuple(_renumber_operation(o, new_id) for o in draft.node.operations)
-    return replace(draft.node, id=new_id[draft.node.id], alternatives=alternatives, operations=operations)
+    piece = draft.node.piece
+    if isinstance(piece, Passed):
+        piece = replace(piece, of=new_id[piece.of])
+    return replace(
+        draft.node, id=new_id[draft.node.id], alternatives=alternatives, operations=operations, piece=piece
+    )
 
 
 def _renumber_operation(operation: Operation, new_id: dict[int, int]) -> Operation:

@@ -179,6 +179,14 @@ class Update:
         return strange
 
 
+def updates_several(key: Any) -> bool:
+    """Whether an update is one of several parameters at once that could be made one by one, by its key."""
+    arguments = dict(key[0][1])
+    together = arguments.get("foreach") or arguments.get("fused")
+    on_cpu = all(meta.device.type == "cpu" for meta in key[2])
+    return not together and on_cpu and len(arguments["params"][1]) > 1
+
+
 def reads_a_counter(function: Callable[..., Any], operation: Any) -> bool:
     """Whether an operation looks at a step counter: what follows from that is among the event's numbers."""
     return isinstance(function, Update) and operation is torch.ops.aten._local_scalar_dense.default

@@ -93,6 +93,7 @@ def mapped(event: Event, number: Replace) -> Event:
         implicit_metas=implicit,
         operations=operations,
         outputs=outputs,
+        passages=None,
     )
 
 

@@ -12,7 +12,8 @@ value or not.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -210,6 +211,7 @@ class Program:
         compiled: what each block that is not run by `aten` was.
         uncompiled: the instructions that compiled blocks have replaced.
         threads: how many threads its kernels run on; 0 for as many as Python's.
+        overwritten: for pieces of backward passes, nodes that may write to what autograd has saved for them.
         parts: into how many parts its large kernels are cut, for another thread to take some of them.
     """
 
@@ -232,6 +234,7 @@ class Program:
     compiled: tuple[CompiledBlock, ...] = ()
     uncompiled: tuple[Instruction, ...] = ()
     threads: int = 0
+    overwritten: Mapping[int, frozenset[int]] = field(default_factory=dict)  # a dataclass's field
     parts: int = 1
 
     @property

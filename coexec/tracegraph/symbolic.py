@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from coexec.tracegraph import functions
 from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
 from coexec.tracegraph.failing import may_fail
+from coexec.tracegraph.following import same_choice
 from coexec.tracegraph.graph import (
     Captured,
     Fed,
@@ -29,9 +31,12 @@ from coexec.tracegraph.graph import (
     TraceGraph,
     external_metas,
     is_shaped_by_data,
+    node_of,
+    step_of,
 )
 from coexec.tracegraph.hazards import Access, schedule
 from coexec.tracegraph.hoist import TINY, Movable, early
+from coexec.tracegraph.in_pieces import saved_sources
 from coexec.tracegraph.instructions import (
     at_commit,
     renamed,
@@ -58,6 +63,7 @@ from coexec.tracegraph.program import (
     When,
 )
 from coexec.tracegraph.sizes import Size, varies
+from coexec.tracegraph.tape import Passed
 from coexec.tracegraph.trace import (
     Computed,
     Constant,
@@ -124,6 +130,9 @@ class _Lowering:
     register_metas: dict[int, TensorMeta] = field(default_factory=dict)
     fetch_slots: int = 0
     random: bool = False
+    writers: list[tuple[int, int]] = field(default_factory=list)  # nodes, and registers that they write
+    sources: dict[int, list[int]] = field(default_factory=dict)  # registers that each node reads
+    saved: dict[int, frozenset[int]] = field(default_factory=dict)  # registers, by piece of a backward pass
 
     def run(self) -> Program:
         self.union: Groups[object] = Groups()  # what may share memory
@@ -206,6 +215,8 @@ class _Lowering:
                 self.fetch_slots += 1
             self.plans[node.id] = NodePlan(select, feeds, frozenset(), numbers, tuple(slots), ())
             return
+        if isinstance(node.piece, Passed):
+            self.saved[node.id] = frozenset(sources[i] for i in saved_sources(self.graph, node))
         locals_: dict[tuple[int, int], int] = {}
         for index, operation in enumerate(node.operations):
             for number, result in enumerate(operation.results):
@@ -243,11 +254,34 @@ class _Lowering:
         for alternative in node.alternatives:
             for source in alternative.sources:
                 self._bind_captured(source)
+        select = None
         if len({(a.sources, f) for a, f in zip(node.alternatives, feeds, strict=True)}) == 1:
             for argument in feeds[0]:
                 self._feed(Fed(node.id, argument), node.location)
-            return [self._source(s) for s in node.alternatives[0].sources], None, feeds
-        return self._phi(node, feeds), tuple(range(len(node.alternatives))), feeds
+            sources = [self._source(s) for s in node.alternatives[0].sources]
+        else:
+            shared = self._as_before(node)
+            sources = self._phi(node, feeds) if shared is None else shared
+            select = tuple(range(len(node.alternatives))) if shared is None else None
+        self.sources[node.id] = sources
+        return sources, select, feeds
+
+    def _as_before(self, node: Node) -> list[int] | None:
+        """What a node reads whose arguments are those of an earlier node; None if it is not like that."""
+        alternatives = {a.after: a for a in node.alternatives if a.after is not None}
+        if not alternatives:
+            return None
+        before = self.graph.nodes[node_of(next(iter(alternatives)))]
+        steps = ((step_of(before.id, a.number), a) for a in before.alternatives)
+        pairs = [(alternatives[step], a) for step, a in steps if step in alternatives]
+        if not pairs:
+            return None  # none of them is taken any more
+        registers = []
+        for i, source in enumerate(pairs[0][0].sources):
+            position = same_choice([(own.sources[i], theirs.sources) for own, theirs in pairs])
+            assert position is not None  # see `following`
+            registers.append(self._source(source) if position < 0 else self.sources[before.id][position])
+        return registers
 
     def _phi(self, node: Node, feeds: tuple[tuple[int, ...], ...]) -> list[int]:
         merged = [self._register(self._source_meta(s)) for s in node.alternatives[0].sources]
@@ -312,6 +346,8 @@ class _Lowering:
             if register is not None and isinstance(result, Result) and result.alias is not None:
                 self._same_memory(register, self._resolve(result.alias, sources, locals_))
         self.random |= operation.random
+        writes = frozenset(self._resolve(w, sources, locals_) for w in operation.writes)
+        self.writers += [(node.id, register) for register in writes]
         self.emitted.append(
             _Emitted(
                 Call(
@@ -326,7 +362,7 @@ class _Lowering:
                 ),
                 uses=frozenset(used),
                 defines=frozenset(o for o in outs if o is not None),
-                writes=frozenset(self._resolve(w, sources, locals_) for w in operation.writes),
+                writes=writes,
                 random=operation.random,
                 view=bool(operation.results)
                 and all(r is None or r.alias is not None for r in operation.results),
@@ -426,7 +462,28 @@ class _Lowering:
             kept=frozenset(kept),
             symbols=self.graph.symbols,
             blocks=straight_stretches(instructions),
+            overwritten=self._overwritten(),
         )
+
+    def _overwritten(self) -> dict[int, frozenset[int]]:
+        """Nodes that may write to what autograd has saved for a later piece, unless a trace had both.
+
+        Eager execution refuses to go on after such a write, as a rule.
+        """
+        writers: dict[object, set[int]] = defaultdict(set)
+        for node, register in self.writers:
+            writers[self._class(register)].add(node)
+        found = {}
+        paths = [frozenset(map(node_of, steps)) for steps in self.graph.paths]
+        for piece, registers in self.saved.items():
+            of = self.graph.nodes[piece].piece
+            assert isinstance(of, Passed)
+            between = {w for r in registers for w in writers.get(self._class(r), ()) if of.of < w < piece}
+            for path in paths:
+                between -= path if piece in path else frozenset()
+            if between:
+                found[piece] = frozenset(between)
+        return found
 
     def _is_on(self, ref: Captured | Fed, memory: dict[Any, int], some: Collection[int]) -> bool:
         return ref in self.externals and memory[self._class(self.externals[ref])] in some

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from coexec.tracegraph.sizes import Size, varies
+from coexec.tracegraph.tape import Passage, Piece, Tape
 
 Number = float | int
 Dimension = int | Size
@@ -105,7 +106,8 @@ class Constant:
         return hash((self.value.dtype, tuple(self.value.shape)))
 
 
-Source = Computed | External | Constant
+#: `Produced`: a gradient that one piece of a backward pass has from another one.
+Source = Computed | Produced | External | Constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,8 @@ class Event:
     `key` holds everything besides numbers and tensors that decides what is computed: the structure
     of the arguments, their attributes, the ambient state, and the metadata of the tensors.
     `inputs` are the tensor arguments in order, followed by the `implicit` ones: for an event that
-    runs the backward pass, each leaf and the gradient it had.
+    runs the backward pass, each leaf and the gradient it had. An event with a `piece` is a piece of a
+    backward pass; without one, a backward pass has its `passages` if it can be taken to pieces.
     """
 
     kind: Kind
@@ -204,7 +207,15 @@ class Event:
     grads: tuple[Grad, ...]
     rebinds: tuple[tuple[int, int], ...]  #: argument objects that are outputs from now on
     result: Any  #: template of the return value (see `calls.build`); of a fetch, the value of each tensor
-    backward: bool  #: depends on the whole path before it, not only on its arguments
+    backward: bool  #: runs nodes of autograd
+    tape: Tape | None = None
+    passages: tuple[Passage, ...] | None = None
+    piece: Piece | None = None
+
+    @property
+    def by_path(self) -> bool:
+        """Whether it depends on the whole path before it, and not only on its arguments."""
+        return self.backward and self.piece is None
 
     def made(self, number: int, output: int) -> Source:
         """What an output of this event, event `number` of its trace, is: passed on, or computed here."""
@@ -236,3 +247,32 @@ class Trace:
 
     events: tuple[Event, ...]
     externals: tuple[ExternalTensor, ...]
+
+    def origin(self, source: Source) -> Computed | External | Constant:
+        """What a source is in the end, whatever passed it on."""
+        while isinstance(source, Produced):
+            source = self.events[source.event].made(source.event, source.output)
+        return source
+
+
+def takes_one_value_twice(event: Event, trace: Trace) -> bool:
+    """Whether two tensor objects among the arguments are the same memory, on the path of this trace only.
+
+    Its operations then read one for the other: `y * y.detach()` reads `y` twice, whatever `detach` was called
+    on.
+    """
+    objects: dict[Source, tuple[object, ...]] = {}
+    for binding in event.inputs:
+        if binding is None:
+            continue
+        source: Source
+        name: tuple[object, ...]
+        if isinstance(binding, External):
+            source, name = binding, (binding,)
+        else:
+            made = trace.events[binding.event]
+            source = trace.origin(binding)
+            name = (binding.event, made.outputs[binding.output].value)  # of one event: the same on all paths
+        if objects.setdefault(source, name) != name:
+            return True
+    return False

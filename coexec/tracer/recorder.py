@@ -10,9 +10,10 @@ level. Nothing here keeps a tensor, a storage or a frame of the program alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from coexec._private import (
     entered_elsewhere,
     is_exposed,
     is_transformed,
+    next_sequence_number,
     run_seen,
     runs_python,
     transform_depth,
@@ -36,9 +38,10 @@ from coexec.location import describe
 from coexec.reasons import Cause, cause
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
-from coexec.tracegraph.callbacks import Applied, CalledBack, Stopped
+from coexec.tracegraph.callbacks import Applied, CalledBack, Stopped, is_callback
 from coexec.tracegraph.exposed import Exposure, expose
 from coexec.tracegraph.optimizers import Update, reads_a_counter
+from coexec.tracegraph.tape import Tape
 from coexec.tracegraph.trace import (
     Binding,
     Computed,
@@ -63,6 +66,7 @@ from coexec.tracegraph.trace import (
 )
 from coexec.tracer.identities import Identities
 from coexec.tracer.memory import Geometry, Memory, geometry_of, storage_id
+from coexec.tracer.nodes import Edge, Nodes, Pass, edge_of
 from coexec.tracer.operations import (
     depends_on_data,
     encoded,
@@ -139,6 +143,8 @@ class Recorder(OwnMode, TorchDispatchMode):
         self._outputs: list[tuple[int, int]] = []
         self._consumed: set[Any] = set()
         self._unwritten: set[int] = set()  # memory that nothing has been written to
+        self._nodes = Nodes()
+        self._pass: Pass | None = None  # the backward pass that is running, if it is watched
         self.cause: Cause | None = None
         self.location = -1
 
@@ -163,6 +169,7 @@ class Recorder(OwnMode, TorchDispatchMode):
             adopt: what it returned, to be returned and recorded instead.
             make: makes the call; None if the function itself does.
         """
+        watches = make is None and functions.runs_all(function, args, kwargs)
         make = make or function
         if self.cause is not None:
             return adopt(make(*args, **kwargs))
@@ -173,9 +180,10 @@ class Recorder(OwnMode, TorchDispatchMode):
             self.fail(e.id, e.detail)
             return adopt(make(*args, **kwargs))
         try:
-            returned = adopt(make(*args, **kwargs))
+            with self._watched(prepared) if watches else nullcontext() as running:
+                returned = adopt(make(*args, **kwargs))
             if self.cause is None:
-                self._complete(prepared, returned)
+                self._complete(prepared, returned, running)
                 if function in functions.SHARES_MEMORY:
                     self._exposed.append(expose(returned, prepared.tensors[0]))
         except Untraceable as e:
@@ -271,9 +279,12 @@ class Recorder(OwnMode, TorchDispatchMode):
             versions=[_version(t) for t in tensors],
             histories=[_history(t) for t in tensors],
             leaves=leaves,
+            edges=[edge_of(t) for t in tensors],
+            geometries=[geometry_of(t) for t in tensors],
+            first_node=next_sequence_number(),
         )
 
-    def _complete(self, p: _Prepared, returned: Any) -> None:
+    def _complete(self, p: _Prepared, returned: Any, running: Pass | None = None) -> None:
         event = self._open
         assert event is not None
         if isinstance(p.function, Update):
@@ -292,16 +303,21 @@ class Recorder(OwnMode, TorchDispatchMode):
             rebinds: list[tuple[int, int]] = []
             implicit: list[Binding] = []
             metas: list[TensorMeta | None] = []
+            places: dict[int, int] = {}
         else:
             outputs = []
             new: list[torch.Tensor] = []
             result = self._template(returned, p.tensors, new)
             outputs += new
             rebinds = self._rebinds(p, outputs)
-            implicit, metas, grads = self._new_grads(p, outputs)
+            implicit, metas, grads, places = self._new_grads(p, outputs)
         if self._inputs and any(o.writes for o in event.operations):
             self._refresh_inputs()
         index = len(self._events)
+        tape = self._tape(p, outputs)
+        passages = None
+        if running is not None:
+            passages = self._nodes.passages(running, p.edges[0], places, event.operations)
         recorded_outputs = []
         for number, tensor in enumerate(outputs):
             value = self._value(tensor)
@@ -330,8 +346,49 @@ class Recorder(OwnMode, TorchDispatchMode):
                 rebinds=tuple(rebinds),
                 result=result,
                 backward=event.backward,
+                tape=tape,
+                passages=passages,
             )
         )
+
+    def _tape(self, p: _Prepared, outputs: Sequence[torch.Tensor]) -> Tape | None:
+        """How autograd goes back through the event that has just run."""
+        event = self._open
+        assert event is not None
+        if event.backward or is_callback(p.function):
+            return None
+        arguments = [
+            (tensor, binding, edge, geometry, self._source_of(binding))
+            for tensor, binding, edge, geometry in zip(
+                p.tensors, p.inputs, p.edges, p.geometries, strict=True
+            )
+            if binding is not None
+        ]
+        return self._nodes.tape(event.index, p.first_node, arguments, outputs, event.own)
+
+    def _source_of(self, binding: Produced | External) -> Source:
+        """What a tensor object is: an external tensor, or what an operation made."""
+        if isinstance(binding, External):
+            return binding
+        return self._events[binding.event].made(binding.event, binding.output)
+
+    @contextmanager
+    def _watched(self, p: _Prepared) -> Iterator[Pass | None]:
+        with self._nodes.watched(p.tensors, self) as running:
+            self._pass = running
+            try:
+                yield running
+            finally:
+                self._pass = None
+
+    def operations_so_far(self) -> int:
+        """How many operations the event has by now."""
+        assert self._open is not None
+        return len(self._open.operations)
+
+    def name(self, tensor: torch.Tensor) -> Value:
+        """The event's name for a tensor."""
+        return self._lookup(tensor)
 
     def _complete_stopped(self, p: _Prepared) -> None:
         try:
@@ -392,10 +449,9 @@ class Recorder(OwnMode, TorchDispatchMode):
         if known is not None and known.reference() is tensor:
             if calls.meta_of(tensor) != known.meta:
                 raise Untraceable("CX0103", "its metadata is not what the call that made it left")
-            if _history(tensor) != known.history:  # an in-place call gives views, and the base, another node
-                if function in functions.FETCH:
-                    raise Untraceable("CX0103", "its autograd node is not the one that its call made")
-                known.history = _history(tensor)
+            if function in functions.FETCH and _history(tensor) != known.history:
+                # An in-place call gives views, and the base, another node, which `repr` shows.
+                raise Untraceable("CX0103", "its autograd node is not the one that its call made")
             return known.binding
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not isinstance(
             tensor, torch.nn.Parameter
@@ -504,22 +560,23 @@ class Recorder(OwnMode, TorchDispatchMode):
 
     def _new_grads(
         self, p: _Prepared, outputs: list[torch.Tensor]
-    ) -> tuple[list[Binding], list[TensorMeta | None], list[Grad]]:
+    ) -> tuple[list[Binding], list[TensorMeta | None], list[Grad], dict[int, int]]:
         implicit: list[Binding] = []
         metas: list[TensorMeta | None] = []
         grads: list[Grad] = []
+        places: dict[int, int] = {}  # by `id` of a leaf
         for leaf, before, version in p.leaves:
             after = leaf.grad
             if after is before and (after is None or after._version == version):
                 continue
-            position = len(p.tensors) + len(implicit)
+            position = places[id(leaf)] = len(p.tensors) + len(implicit)
             implicit.append(self._known[id(leaf)].binding)
             implicit.append(None if before is None else self._bind_grad(before))
             metas += [calls.meta_of(leaf), None if before is None else calls.meta_of(before)]
             if after is not before and after is not None:
                 grads.append(Grad(position, len(outputs)))
                 outputs.append(after)
-        return implicit, metas, grads
+        return implicit, metas, grads, places
 
     def _bind_grad(self, grad: torch.Tensor) -> Binding:
         known = self._known.get(id(grad))
@@ -615,7 +672,8 @@ class Recorder(OwnMode, TorchDispatchMode):
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 raise Untraceable("CX0107", f"{function} returned a {type(tensor).__name__}")
-            if self._exists(tensor, tensors):
+            exists = self._exists if self._pass is None else partial(self._exists_in_pass, self._pass)
+            if exists(tensor, tensors):
                 results.append(None)
                 existing[-1] = (tuple(tensor.shape), tensor.stride())
                 continue
@@ -631,6 +689,8 @@ class Recorder(OwnMode, TorchDispatchMode):
         for tensor, computed in fresh:
             self._memory.add(tensor, computed)
             event.own[geometry_of(tensor)] = computed
+            if self._pass is not None:
+                self._pass.made(geometry_of(tensor), Local(number, computed.result))
         shaped = is_shaped_by_data(function, given)
         event.operations.append(operation(function, args, results, shaped_by_data=shaped, existing=existing))
 
@@ -645,6 +705,13 @@ class Recorder(OwnMode, TorchDispatchMode):
             geometry in self._open.own
             or any(geometry == geometry_of(a) for a in arguments if a.layout is torch.strided)
             or (self._open.backward and self._memory.value(geometry) is not None)
+        )
+
+    def _exists_in_pass(self, running: Pass, tensor: torch.Tensor, arguments: list[torch.Tensor]) -> bool:
+        """The same in a piece of a backward pass, which knows nothing of what other pieces have."""
+        geometry = geometry_of(tensor)
+        return running.has(geometry) or any(
+            geometry == geometry_of(a) for a in arguments if a.layout is torch.strided
         )
 
     def _check_written(self, function: Any, given: tuple[Any, ...], returned: Any) -> None:
@@ -683,12 +750,11 @@ class Recorder(OwnMode, TorchDispatchMode):
         """The event's name for a tensor that one of its operations reads."""
         if tensor.layout is not torch.strided:
             raise Untraceable("CX0107", f"{function} reads a tensor of layout {tensor.layout}")
+        if self._pass is not None and (found := self._found_in_pass(self._pass, tensor)) is not None:
+            return found
         known = self._known.get(id(tensor))
         if known is not None and known.reference() is tensor and known.binding is not None:
-            made = known.binding  # others may be alike, but not in every iteration
-            if isinstance(made, Produced):
-                return self._refer(self._events[made.event].made(made.event, made.output))
-            return self._refer(made)
+            return self._refer(self._source_of(known.binding))  # others may be alike, but not always
         geometry = geometry_of(tensor)
         own = None if self._open is None else self._open.own.get(geometry)
         source = own or self._memory.value(geometry)
@@ -696,6 +762,13 @@ class Recorder(OwnMode, TorchDispatchMode):
             return self._refer(source)
         root = self._memory.root(geometry[0])
         return self._constant(tensor, function) if root is None else self._view(tensor, geometry, *root)
+
+    def _found_in_pass(self, running: Pass, tensor: torch.Tensor) -> Value | None:
+        found = running.find(geometry_of(tensor))
+        if found is None:
+            known = self._known.get(id(tensor))
+            running.strange = running.strange or not running.is_at_leaf or known is None
+        return found if found is None or isinstance(found, (Input, Local)) else self._refer(found)
 
     def _view(self, tensor: torch.Tensor, geometry: Geometry, root: Geometry, source: Source) -> Value:
         """Memory that is known, in a geometry that no operation made: an `as_strided` of it."""
@@ -789,6 +862,9 @@ class _Prepared:
     versions: list[int]
     histories: list[str | None]
     leaves: list[tuple[torch.Tensor, torch.Tensor | None, int]]
+    edges: list[Edge | None]
+    geometries: list[Geometry]
+    first_node: int
 
 
 def _history(tensor: torch.Tensor) -> str | None:

@@ -37,6 +37,12 @@ def test_a_case_equals_eager(path, synchronous):
     assert_equals_eager(path, synchronous=synchronous)
 
 
+@each_case
+def test_a_case_equals_eager_with_backward_passes_in_pieces(path, monkeypatch):
+    monkeypatch.setattr("coexec.program_state.ALWAYS_IN_PIECES", True)
+    assert_equals_eager(path)
+
+
 @pytest.mark.slow
 @each_case
 def test_a_case_equals_eager_within_its_tolerance_with_inductor(path):

@@ -62,6 +62,12 @@ def patient(monkeypatch):
 
 
 @pytest.fixture
+def in_pieces_always(monkeypatch):
+    """Backward passes are in pieces from the first trace on."""
+    monkeypatch.setattr("coexec.program_state.ALWAYS_IN_PIECES", True)
+
+
+@pytest.fixture
 def use_runner(monkeypatch):
     """Makes all programs use a GraphRunner: a name of `RUNNERS`, or what makes one."""
 

@@ -16,6 +16,7 @@ from coexec import _private, _private_inductor
 from coexec._native import core
 from coexec.block_watch import BlockWatch
 from coexec.tracegraph.calls import meta_of
+from coexec.tracer.nodes import LEAF
 from tests.coexec.harness import Twice
 
 
@@ -483,3 +484,33 @@ def test_the_engine_that_autograd_uses_is_found_in_a_class():
     finally:
         torch.autograd.Variable._execution_engine = engine
     assert asked == ["run_backward"]
+
+
+def test_the_next_autograd_node_has_the_next_sequence_number():
+    x = torch.ones(2, requires_grad=True)
+    first = _private.next_sequence_number()
+
+    y = (x * 2).exp()
+
+    assert y.grad_fn._sequence_nr() == first + 1
+    assert y.grad_fn.next_functions[0][0]._sequence_nr() == first
+    assert _private.next_sequence_number() == first + 2
+
+
+def test_hooks_of_autograd_nodes_see_what_goes_in_and_out_and_leaves_come_when_all_has_run():
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2 + x).sum()
+    add = y.grad_fn.next_functions[0][0]
+    multiply, leaf = (node for node, _ in add.next_functions)
+    seen = []
+    for node in (y.grad_fn, add, multiply, leaf):
+        name = node.name()
+        node.register_prehook(lambda gradients, name=name: seen.append((name, gradients[0].tolist())))
+        if node is not leaf:
+            node.register_hook(lambda given, taken, name=name: seen.append((name, len(given))))
+
+    y.backward()
+
+    assert [n for n, _ in seen] == ["SumBackward0"] * 2 + ["AddBackward0"] * 2 + ["MulBackward0"] * 2 + [LEAF]
+    assert seen[3] == ("AddBackward0", 2)
+    assert seen[-1] == (LEAF, [3.0, 3.0])

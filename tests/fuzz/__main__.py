@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 
 from bench.records import environment
+from coexec import program_state
 from tests.coexec.uncompiled import use_graphs
 from tests.fuzz.check import check, tally
 from tests.fuzz.nearly import nearly
@@ -65,9 +66,13 @@ def main():
         metavar="PERCENT",
         help="how often autograd calls functions of the program (default: %(default)s)",
     )
+    parser.add_argument(
+        "--pieces", action="store_true", help="take backward passes to pieces from the first trace on"
+    )
     parser.add_argument("--out", type=Path, default=Path("fuzz.json"), help="record (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    program_state.ALWAYS_IN_PIECES = options.pieces
     if options.blocks:
         use_graphs()
     start, failures, number = time.monotonic(), [], options.first_seed

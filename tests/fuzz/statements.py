@@ -50,6 +50,10 @@ BINARY = [
     "torch.addcmul({a}, {a}, {b}, value={n}).tanh()",
     "({a} @ {b}.t() @ {b}).tanh()",
     "torch.einsum('ij,ij->ij', {a}, {b}).tanh()",
+    "({a} if random.random() < 0.5 else {b})",
+    "({a}, {b})[k % 2]",
+    "(({a}, {b})[k % 2].detach() * {a}).tanh()",
+    "(({a} if k % 3 else {b}).detach() * ({b} if random.random() < 0.5 else {a})).tanh()",
 ]
 OF_STATE = [
     "state.model({a})",

@@ -32,6 +32,12 @@ def test_a_generated_program_equals_eager(program):
 
 @quarter
 @given(programs())
+def test_a_generated_program_equals_eager_with_backward_passes_in_pieces(in_pieces_always, program):
+    check(program)
+
+
+@quarter
+@given(programs())
 def test_a_generated_program_equals_eager_in_lazy_mode(program):
     check(program, mode="lazy")
 
