@@ -260,22 +260,24 @@ class _Lowering:
                 self._feed(Fed(node.id, argument), node.location)
             sources = [self._source(s) for s in node.alternatives[0].sources]
         else:
-            shared = self._as_before(node)
+            shared = self._as_before(node, feeds)
             sources = self._phi(node, feeds) if shared is None else shared
             select = tuple(range(len(node.alternatives))) if shared is None else None
         self.sources[node.id] = sources
         return sources, select, feeds
 
-    def _as_before(self, node: Node) -> list[int] | None:
+    def _as_before(self, node: Node, feeds: tuple[tuple[int, ...], ...]) -> list[int] | None:
         """What a node reads whose arguments are those of an earlier node; None if it is not like that."""
         alternatives = {a.after: a for a in node.alternatives if a.after is not None}
-        if not alternatives:
+        if not alternatives or len(set(feeds)) > 1:
             return None
         before = self.graph.nodes[node_of(next(iter(alternatives)))]
         steps = ((step_of(before.id, a.number), a) for a in before.alternatives)
         pairs = [(alternatives[step], a) for step, a in steps if step in alternatives]
         if not pairs:
             return None  # none of them is taken any more
+        for argument in feeds[0]:
+            self._feed(Fed(node.id, argument), node.location)
         registers = []
         for i, source in enumerate(pairs[0][0].sources):
             position = same_choice([(own.sources[i], theirs.sources) for own, theirs in pairs])

@@ -475,6 +475,22 @@ def test_a_guess_that_a_trace_is_against_is_not_made(compared_on_the_graph):
     compared_on_the_graph(linear, step, 40)
 
 
+@pytest.mark.usefixtures("in_pieces_always")
+def test_a_node_that_takes_what_an_earlier_one_took_may_be_given_a_new_tensor(compared_on_the_graph):
+    def step(s, k, tape):
+        x, chance, rows = torch.randn(5, 4), random.Random(k), torch.tensor([k % 5, 0])
+        with tape():
+            h = s.model(x)
+            if chance.random() < 0.5:
+                h = h + h.tanh()
+            if chance.random() < 0.5:
+                h = h.sin()
+            part = h[1:3]
+            train(s, h.index_add(0, rows, part).square().mean())
+
+    compared_on_the_graph(linear, step, 30)
+
+
 TAPES = [Tape((0,), (frozenset({0}),)), Tape((0,), (frozenset({0, 1}),)), Tape((0,), (frozenset({0, 1}),))]
 TARGETS = {(0, 0): "w", (1, 0): (0, 0), (1, 1): "w", (2, 0): (1, 0), (2, 1): (0, 0)}
 
