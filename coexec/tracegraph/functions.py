@@ -132,6 +132,9 @@ UNSUPPORTED: frozenset[Callable[..., Any]] = frozenset(
     | _methods("apply_", "map_", "map2_", "__setstate__", "__reduce_ex__", "resize_", "resize_as_", "set_")
 )
 
+#: PyTorch computes their gradients in another way, with another rounding, while a dispatch mode is active.
+ROUNDED_OTHERWISE: frozenset[Callable[..., Any]] = frozenset(_methods("prod") | _functions("prod"))
+
 #: Names of functions that take a tensor for its shape, type or device only.
 LOOK_AT_METADATA: frozenset[str] = frozenset(
     {"view_as", "reshape_as", "expand_as", "type_as", "to", "type", "sum_to_size", "broadcast_tensors"}

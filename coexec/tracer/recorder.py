@@ -32,6 +32,7 @@ from coexec._private import (
     run_seen,
     runs_python,
     transform_depth,
+    without_own_modes,
 )
 from coexec.callbacks.stepped import SteppedBackward
 from coexec.location import describe
@@ -145,6 +146,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         self._unwritten: set[int] = set()  # memory that nothing has been written to
         self._nodes = Nodes()
         self._pass: Pass | None = None  # the backward pass that is running, if it is watched
+        self._unwatched = False  # whether autograd must not see a dispatch mode any more
         self.cause: Cause | None = None
         self.location = -1
 
@@ -172,7 +174,8 @@ class Recorder(OwnMode, TorchDispatchMode):
         watches = make is None and functions.runs_all(function, args, kwargs)
         make = make or function
         if self.cause is not None:
-            return adopt(make(*args, **kwargs))
+            with without_own_modes() if self._unwatched else nullcontext():
+                return adopt(make(*args, **kwargs))
         self.location = location
         try:
             prepared = self._prepare(function, args, kwargs)
@@ -251,6 +254,12 @@ class Recorder(OwnMode, TorchDispatchMode):
         if function in functions.UNSUPPORTED:
             raise Untraceable("CX0109", functions.name_of(function))
         tensors, numbers, key = calls.flatten(args, kwargs)
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if differentiable and function in functions.ROUNDED_OTHERWISE:
+            self._unwatched = True
+            raise Untraceable(
+                "CX0109", f"{functions.name_of(function)} has another gradient while it is recorded"
+            )
         if any(True for _ in calls.generators_in(key)):
             raise Untraceable("CX0118", f"{functions.name_of(function)} is given a generator")
         if calls.has_opaque_data(key):

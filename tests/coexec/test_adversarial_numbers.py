@@ -333,3 +333,17 @@ def test_other_arrays_as_an_index_do_what_eager_does(index):
             s.log.append(x[index].tolist())
 
     compare(linear, step, 6)
+
+
+@pytest.mark.parametrize(
+    "reduce", [lambda h: h.prod(1), lambda h: torch.prod(h).tanh(), lambda h: h.prod(0, keepdim=True)]
+)
+def test_a_gradient_that_autograd_computes_otherwise_in_a_dispatch_mode_is_eagers(reduce):
+    """Of `prod`, PyTorch has a formula that divides, and one for modes and subclasses that does not."""
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, reduce(s.model(x)).mean())
+
+    compare(linear, step, 10)
