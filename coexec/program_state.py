@@ -247,6 +247,8 @@ class ProgramState:
             self.traced(trace, None)
             learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
             self._in_row += 1
+            if self.phase in (Phase.DYNAMIC, Phase.EAGER):
+                return
             if learned or narrowed or (self._recombines and self._in_row <= MAX_FALLBACKS):
                 self.recent[-1] = False
         else:

@@ -62,3 +62,28 @@ def test_a_copy_that_is_written_in_place_is_no_part_of_the_backward_pass_beside_
             s.optimizer.zero_grad()
 
     compare(linear, step, 9)
+
+
+def test_a_fallback_whose_trace_makes_a_program_run_call_by_call_is_taken_in(monkeypatch):
+    """The list of the latest iterations was empty by then."""
+    monkeypatch.setattr("coexec.program_state.ALWAYS_IN_PIECES", True)
+
+    def make():
+        state = SimpleNamespace(model=nn.Linear(3, 3))
+        state.layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        state.weight = nn.Parameter(torch.randn(3, 3))
+        state.optimizer = torch.optim.SGD([*state.model.parameters(), state.weight], lr=0.05)
+        state.data = [torch.randn(4, 3) for _ in range(12)]
+        return state
+
+    def step(s, k, tape):
+        x = s.data[k]
+        with tape():
+            h = (x, s.model(x))[k % 2]
+            some = (x[x[:, 0] > 0] @ s.weight).mean()
+            loss = (h - x).square().mean() + some
+            s.optimizer.zero_grad()
+            loss.backward()
+            s.optimizer.step()
+
+    compare(make, step, 12, synchronous=False, every=4)
