@@ -15,7 +15,7 @@ import enum
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -208,7 +208,7 @@ class ProgramState:
         began = time.perf_counter()
         self.traces = [t for t in self.traces if agree_on_hooks(t, trace)]
         self.traces.append(in_pieces(trace) if self.in_pieces else trace)
-        merged = self._merged(self.traces)
+        merged = closed(merge(self.traces)) if self.in_pieces else merge(self.traces)
         covered = merged.general or (before is not None and _shape(before) == _shape(merged))
         if not covered and not self.in_pieces and forms_of_backward(merged) > MAX_FORMS:
             apart = [in_pieces(t) for t in self.traces]
@@ -227,9 +227,6 @@ class ProgramState:
         self._take_graph(merged)
         return covered
 
-    def _merged(self, traces: Sequence[Trace]) -> TraceGraph:
-        return closed(merge(traces)) if self.in_pieces else merge(traces)
-
     def _take_graph(self, graph: TraceGraph | None) -> None:
         self.graph = graph
         self._ways.clear()
@@ -239,6 +236,7 @@ class ProgramState:
         """Takes in a co-executed iteration that became an eager one."""
         self.note(why)
         self._remember(fell_back=True)
+        forgiven = False
         if trace is not None:
             self._move_to(Phase.TRACING)
             self.uncovered = 0
@@ -247,14 +245,12 @@ class ProgramState:
             self.traced(trace, None)
             learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
             self._in_row += 1
-            if self.phase in (Phase.DYNAMIC, Phase.EAGER):
-                return
-            if learned or narrowed or (self._recombines and self._in_row <= MAX_FALLBACKS):
-                self.recent[-1] = False
+            forgiven = learned or narrowed or (self._recombines and self._in_row <= MAX_FALLBACKS)
         else:
             self._untraceable(why_untraceable)
         if self.phase in (Phase.DYNAMIC, Phase.EAGER):
             return
+        self.recent[-1] = not forgiven
         never = core is not None and len(self.recent) == HOPELESS and all(self.recent)
         if never or sum(self.recent) > (MAX_FALLBACKS_ALONE if core is None else MAX_FALLBACKS):
             which = f"{sum(self.recent)} of the latest {len(self.recent)} iterations"

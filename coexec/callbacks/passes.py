@@ -6,8 +6,6 @@ Out: what the passes return: results, or a `CalledBack` where the user's code ha
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +19,7 @@ from coexec.callbacks.leaf_hook import LeafHook, leaf_hooks, take_places
 from coexec.callbacks.stepped import SteppedBackward
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.callbacks import CalledBack
+from coexec.tracegraph.functions import named_arguments
 
 
 class Recorder(Protocol):
@@ -152,7 +151,4 @@ class Passes:
 
 def given(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call that runs a backward pass sets one of its flags."""
-    return bool(_signature(function).bind(*args, **kwargs).arguments.get(name))
-
-
-_signature = functools.cache(inspect.signature)
+    return bool(named_arguments(function, args, kwargs).get(name))

@@ -48,10 +48,10 @@ class Pieces:
         self._ambient = ambient
         self._root = it.token_of(root)
         self._graph = runner.skeleton.graph
-        self._before = frozenset(map(node_of, it.path))
         self._at = begin.id
-        self._events = [r for r in it.records if isinstance(r, EventRecord)]
-        self._number = {r.node.id: i for i, r in enumerate(self._events)}
+        self._before: frozenset[int] = frozenset()  # nodes
+        self._events: list[EventRecord] = []
+        self._number: dict[int, int] = {}  # of each event, by its node
         self._gradients: dict[Target, Produced] = {}
         self._memory: dict[Target, Hashable] = {}
         self._tokens: dict[Target, Token] = {}  # of leaves
@@ -103,6 +103,9 @@ class Pieces:
 
     def _match(self) -> None:
         it = self._runner.iteration
+        self._before = frozenset(map(node_of, it.path))
+        self._events = [r for r in it.records if isinstance(r, EventRecord)]
+        self._number = {r.node.id: i for i, r in enumerate(self._events)}
         if any(r.node.by_path and r.node.backward for r in self._events):
             raise Mismatch("CX0001", "another backward pass came before, which is not in pieces")
         if any(is_callback(r.node.function) for r in self._events):

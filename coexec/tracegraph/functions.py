@@ -8,6 +8,7 @@ Everything here is a statement about PyTorch's own functions, so it is data.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -96,12 +97,22 @@ BACKWARD: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+def named_arguments(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The arguments of a call by their names."""
+    return _signature(function).bind(*args, **kwargs).arguments
+
+
+_signature = functools.cache(inspect.signature)
+
+
 def runs_all(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call runs the backward pass of one tensor, to all leaves that it depends on."""
     if function not in (Tensor.backward, torch.autograd.backward):
         return False
     try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        given = named_arguments(function, args, kwargs)
     except TypeError:
         return False  # the call will say so
     tensors = given.get("tensors")

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from coexec.tracegraph import functions
 from coexec.tracegraph.callbacks import is_stopped
@@ -34,6 +34,7 @@ from coexec.tracegraph.graph import (
     TraceGraph,
     Visit,
     is_shaped_by_data,
+    node_of,
     renumbered_step,
     step_of,
 )
@@ -125,17 +126,30 @@ def _restrided(traces: Sequence[Trace]) -> set[int]:
 
 
 def _paths(builder: _Builder) -> tuple[frozenset[int], ...]:
-    paths = (frozenset(renumbered_step(s, builder.new_id) for s in steps) for steps in builder.all_steps)
+    paths = (frozenset(renumbered_step(s, builder.new_id) for s in path) for path in builder.paths)
     return tuple(dict.fromkeys(paths))
 
 
 def _visits(builder: _Builder, general: Generalized) -> tuple[Visit, ...]:
     found = (
-        Visit(frozenset(builder.new_id[n] for n in path), tuple(sorted(assignment)))
+        Visit(frozenset(builder.new_id[node_of(s)] for s in path), tuple(sorted(assignment)))
         for path, assignment in zip(builder.paths, general.assignments, strict=True)
         if assignment
     )
     return tuple(dict.fromkeys(found))
+
+
+class _Kind(NamedTuple):
+    """What events have to have in common to be one node.
+
+    Where backward passes are in pieces, a node is a piece `of` one other, and has the same `own` tensors on
+    all paths: parameters, and the counters of their updates. So each of the layers that a loop goes through
+    has a backward pass of its own, and each parameter its updates.
+    """
+
+    identity: tuple[object, ...]
+    of: int | None = None
+    own: tuple[int, ...] = ()
 
 
 @dataclass
@@ -143,8 +157,7 @@ class _Draft:
     """A node under construction, and what events have to have in common with it."""
 
     node: Node
-    kind: tuple[object, ...]
-    has_own: bool  # tensors that are its own on all paths
+    kind: _Kind
     alternatives: list[Alternative] = field(default_factory=list)
     seen: list[list[dict[tuple[int, int], Number | Size]]] = field(
         default_factory=list
@@ -169,11 +182,10 @@ class _Builder:
         self.drafts: list[_Draft] = []
         self.ancestors: dict[int, int] = defaultdict(int)  # the nodes before each node, as bits
         self.children: dict[int, list[int]] = defaultdict(list)
-        self.by_event: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        self.by_kind: dict[_Kind, list[int]] = defaultdict(list)
         self.shared: Groups[Captured | Fed] = Groups()
-        self.paths: list[list[int]] = []  # of each trace
         self.steps: list[int] = []  # of the trace that is being added, so far
-        self.all_steps: list[list[int]] = []  # of each trace
+        self.paths: list[list[int]] = []  # the steps of each trace
         self.new_id: dict[int, int] = {}  # of each node, when they are in order
 
     # --- adding a trace ---
@@ -186,8 +198,7 @@ class _Builder:
         for event in trace.events:
             latest = self._match(event, latest, path, trace, external_refs)
             path.append(latest)
-        self.paths.append(path)
-        self.all_steps.append(self.steps)
+        self.paths.append(self.steps)
         self._connect(latest, END)
         self._share(trace, external_refs)
 
@@ -196,10 +207,11 @@ class _Builder:
     ) -> int:
         children = [c for c in self.children[latest] if c != END]
         on_path = set(path)
+        kind = self._kind(event, path, trace)
         for candidate in children:
-            if self._merge_into(candidate, event, path, trace, refs):
+            if self.drafts[candidate].kind == kind and self._merge_into(candidate, event, path, trace, refs):
                 return candidate
-        for candidate in self.by_event[self._kind(event, path, trace)]:
+        for candidate in self.by_kind[kind]:
             if candidate in children or candidate in on_path or self.ancestors[latest] >> candidate & 1:
                 continue
             if not self._continues(candidate, event, path):
@@ -207,7 +219,7 @@ class _Builder:
             if self._merge_into(candidate, event, path, trace, refs):
                 self._connect(latest, candidate)
                 return candidate
-        return self._create(event, latest, path, trace, refs)
+        return self._create(kind, event, latest, path, trace, refs)
 
     def _continues(self, candidate: int, event: Event, path: list[int]) -> bool:
         """Whether an event in a loop goes on with what a node elsewhere goes on with.
@@ -215,7 +227,8 @@ class _Builder:
         In a loop over layers, events of different layers have the same place in the program. One without
         parameters belongs to the layer by which the latest of its arguments was made.
         """
-        if _identity(event) not in self.repeated or self.drafts[candidate].has_own:
+        kind = self.drafts[candidate].kind
+        if kind.identity not in self.repeated or kind.own:
             return True
         made = [(b, a) for a, b in enumerate(event.inputs) if isinstance(b, Produced)]
         if not made:
@@ -229,9 +242,7 @@ class _Builder:
     ) -> bool:
         draft = self.drafts[candidate]
         node = draft.node
-        if draft.kind != self._kind(event, path, trace) or not same_sizes(node.numbers, event.numbers):
-            return False
-        if _piece(event, path) != node.piece:
+        if _piece(event, path) != node.piece or not same_sizes(node.numbers, event.numbers):
             return False
         own = varying(candidate, node.numbers, event.numbers)
         candidates = list(own)
@@ -270,28 +281,23 @@ class _Builder:
         draft.node = replace(node, operations=operations, numbers=numbers, outputs=outputs)
         return True
 
-    def _kind(self, event: Event, path: list[int], trace: Trace) -> tuple[object, ...]:
-        """What events have to have in common to be one node.
-
-        Where backward passes are in pieces, a node is given the same parameters on all paths: each of the
-        layers that a loop goes through has a backward pass of its own, and each parameter its updates.
-        """
+    def _kind(self, event: Event, path: list[int], trace: Trace) -> _Kind:
         if not self.apart:
-            return _identity(event)
+            return _Kind(_identity(event))
         of = path[event.piece.of] if isinstance(event.piece, Passed) else None
-        return (*_identity(event), of, *self._own_tensors(event, trace))
-
-    def _own_tensors(self, event: Event, trace: Trace) -> Iterator[int]:
-        """External tensors that an event has on all paths: parameters, and the counters of their updates."""
-        for binding in event.inputs:
-            external = trace.externals[binding.index] if isinstance(binding, External) else None
-            if external is None or external.uid not in self.captured_uids:
-                continue
-            if external.parameter or event.function is counts_of:
-                yield external.uid
+        externals = [trace.externals[b.index] for b in event.inputs if isinstance(b, External)]
+        counts = event.function is counts_of
+        own = [e.uid for e in externals if (e.parameter or counts) and e.uid in self.captured_uids]
+        return _Kind(_identity(event), of, tuple(own))
 
     def _create(
-        self, event: Event, latest: int, path: list[int], trace: Trace, refs: dict[int, Captured | Fed]
+        self,
+        kind: _Kind,
+        event: Event,
+        latest: int,
+        path: list[int],
+        trace: Trace,
+        refs: dict[int, Captured | Fed],
     ) -> int:
         id_ = len(self.drafts)
         node = Node(
@@ -314,12 +320,11 @@ class _Builder:
             piece=_piece(event, path),
             divisible=event.passages is not None,
         )
-        kind = self._kind(event, path, trace)
-        self.drafts.append(_Draft(node, kind, any(True for _ in self._own_tensors(event, trace))))
+        self.drafts.append(_Draft(node, kind))
         self.drafts[id_].alternatives.append(self._alternative(id_, event, path, trace, refs))
         self.steps.append(step_of(id_, 0))
         self.drafts[id_].seen.append([_numbers_on(event, path, trace)])
-        self.by_event[kind].append(id_)
+        self.by_kind[kind].append(id_)
         self._connect(latest, id_)
         return id_
 
@@ -391,12 +396,12 @@ class _Builder:
         """Events that come at one point in several nodes which their arguments alone do not tell apart."""
         found: set[tuple[object, ...]] = set()
         for children in self.children.values():
-            alike: dict[tuple[object, ...], list[_Draft]] = defaultdict(list)
+            alike: dict[_Kind, list[_Draft]] = defaultdict(list)
             for draft in (self.drafts[c] for c in children if c != END):
                 alike[draft.kind].append(draft)
-            for drafts in alike.values():
+            for kind, drafts in alike.items():
                 if any(_may_be_same_call(a, b) for a, b in itertools.combinations(drafts, 2)):
-                    found.add(_identity(drafts[0].node))
+                    found.add(kind.identity)
         return found
 
     def conflicting_captures(self) -> set[int]:
@@ -406,7 +411,7 @@ class _Builder:
         """
         uids = {index: uid for uid, index in self.captured.items()}
         conflicting: set[int] = set()
-        for ids in self.by_event.values():
+        for ids in self.by_kind.values():
             rounds = [self._externals_by_argument(self.drafts[i]) for i in ids]
             for columns in zip_longest(*rounds, fillvalue=frozenset()):
                 if any(len(column) > 1 for column in columns):
@@ -488,7 +493,15 @@ def _may_be_same_call(a: _Draft, b: _Draft) -> bool:
     if ways.isdisjoint((x.bindings, x.path) for x in b.alternatives):
         return False
     slots = zip(a.node.numbers, b.node.numbers, strict=True)
-    return all(x.classes is not None or y.classes is not None or x.value == y.value for x, y in slots)
+    return all(
+        x.classes is not None or y.classes is not None or _same_value(x.value, y.value) for x, y in slots
+    )
+
+
+def _same_value(a: Number | Size, b: Number | Size) -> bool:
+    if isinstance(a, Size) or isinstance(b, Size):
+        return a == b
+    return same_number(a, b)
 
 
 def _whose_numbers(event: Event, path: list[int], trace: Trace) -> Iterable[tuple[int, Event]]:

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -284,7 +283,6 @@ class Recorder(OwnMode, TorchDispatchMode):
             tensors=tensors,
             inputs=inputs,
             metas=metas,
-            storages=[storage_id(t) for t in tensors],
             versions=[_version(t) for t in tensors],
             histories=[_history(t) for t in tensors],
             leaves=leaves,
@@ -681,8 +679,7 @@ class Recorder(OwnMode, TorchDispatchMode):
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 raise Untraceable("CX0107", f"{function} returned a {type(tensor).__name__}")
-            exists = self._exists if self._pass is None else partial(self._exists_in_pass, self._pass)
-            if exists(tensor, tensors):
+            if self._exists(tensor, tensors):
                 results.append(None)
                 existing[-1] = (tuple(tensor.shape), tensor.stride())
                 continue
@@ -710,17 +707,12 @@ class Recorder(OwnMode, TorchDispatchMode):
         """
         assert self._open is not None
         geometry = geometry_of(tensor)
-        return (
-            geometry in self._open.own
-            or any(geometry == geometry_of(a) for a in arguments if a.layout is torch.strided)
-            or (self._open.backward and self._memory.value(geometry) is not None)
-        )
-
-    def _exists_in_pass(self, running: Pass, tensor: torch.Tensor, arguments: list[torch.Tensor]) -> bool:
-        """The same in a piece of a backward pass, which knows nothing of what other pieces have."""
-        geometry = geometry_of(tensor)
-        return running.has(geometry) or any(
-            geometry == geometry_of(a) for a in arguments if a.layout is torch.strided
+        if any(geometry == geometry_of(a) for a in arguments if a.layout is torch.strided):
+            return True
+        if self._pass is not None:  # a piece of a backward pass knows nothing of what other pieces have
+            return self._pass.has(geometry)
+        return geometry in self._open.own or (
+            self._open.backward and self._memory.value(geometry) is not None
         )
 
     def _check_written(self, function: Any, given: tuple[Any, ...], returned: Any) -> None:
@@ -867,13 +859,17 @@ class _Prepared:
     tensors: list[torch.Tensor]
     inputs: list[Binding]
     metas: list[TensorMeta]
-    storages: list[int]
     versions: list[int]
     histories: list[str | None]
     leaves: list[tuple[torch.Tensor, torch.Tensor | None, int]]
     edges: list[Edge | None]
     geometries: list[Geometry]
     first_node: int
+
+    @property
+    def storages(self) -> list[int]:
+        """The memory of each tensor, before the function runs."""
+        return [geometry[0] for geometry in self.geometries]
 
 
 def _history(tensor: torch.Tensor) -> str | None:
