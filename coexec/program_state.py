@@ -32,7 +32,7 @@ from coexec.runners.graph_runner import GraphRunner, make_graph_runner
 from coexec.runners.native import NativeRunner
 from coexec.runners.pending import Pending
 from coexec.runners.skeleton import Skeleton, make_skeleton
-from coexec.tracegraph.closure import closed
+from coexec.tracegraph.generalize_calls import Looks
 from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.in_pieces import forms_of_backward, in_pieces
 from coexec.tracegraph.live import Way, live
@@ -65,6 +65,8 @@ NARROW_AFTER, MAX_WAYS = 40, 8
 #: Forms of one backward pass before its pieces become events of their own, if these are not new each time:
 #: one of how many events of a trace may be.
 MAX_FORMS, ONE_NEW_IN = 2, 5
+#: Fallbacks in a row that are no sign against a graph, if the traces add so little to it.
+MAX_IN_ROW = 12
 #: Whether they are from the first trace on: more can go wrong, and tests look for it.
 ALWAYS_IN_PIECES = False
 #: Lost captures before the dynamic phase.
@@ -125,6 +127,7 @@ class ProgramState:
     _graph_runner: GraphRunner | None = None
     _second_graph_runner: GraphRunner | None = None
     _table: Table | None = None
+    _looks: Looks = field(default_factory=Looks)
     _apart: int = 0
     _until_retry: int = 0
     _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
@@ -208,11 +211,11 @@ class ProgramState:
         began = time.perf_counter()
         self.traces = [t for t in self.traces if agree_on_hooks(t, trace)]
         self.traces.append(in_pieces(trace) if self.in_pieces else trace)
-        merged = closed(merge(self.traces)) if self.in_pieces else merge(self.traces)
+        merged = merge(self.traces, self._looks)
         covered = merged.general or (before is not None and _shape(before) == _shape(merged))
         if not covered and not self.in_pieces and forms_of_backward(merged) > MAX_FORMS:
             apart = [in_pieces(t) for t in self.traces]
-            without, whole = (closed(merge(traces)) for traces in (apart[:-1], apart))
+            without, whole = (merge(traces, self._looks) for traces in (apart[:-1], apart))
             if _recombines(without, whole, apart[-1]):
                 log.info("%s: iteration %d: backward passes are taken to pieces", self.key, self.iteration)
                 self.in_pieces, self.uncovered = True, 0
@@ -245,7 +248,7 @@ class ProgramState:
             self.traced(trace, None)
             learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
             self._in_row += 1
-            forgiven = learned or narrowed or (self._recombines and self._in_row <= MAX_FALLBACKS)
+            forgiven = learned or narrowed or (self._recombines and self._in_row <= MAX_IN_ROW)
         else:
             self._untraceable(why_untraceable)
         if self.phase in (Phase.DYNAMIC, Phase.EAGER):

@@ -59,12 +59,13 @@ struct WalkerNames {
   py::dict treatments;                                              // of functions that are no events
   Slot at, checked, exposed;                                        // of an Iteration
   Slot tensor, binding, meta, history;                              // of a Symbol
+  Slot requires_grad, is_leaf;                                      // of a TensorMeta
   Slot node, key, ambient, tokens, numbers, location, exposure;     // of an EventRecord
   Slot leaf, value;                                                 // of a GradRecord
   Slot event, output;                                               // of a Produced
 };
 
-// A symbol that an iteration has not shown; the number is that of coexec.runners.unseen.
+// A symbol that an iteration has not shown; the number is that of coexec.tracegraph.graph.
 constexpr int64_t kUnknown = -(int64_t{1} << 62);
 
 // What is done with a function that is no event; the numbers are those of coexec.runners.walker.
@@ -80,8 +81,8 @@ struct Node {
   std::unordered_map<int64_t, std::vector<int64_t>> edges;  // messages by the node before
   std::vector<Meta> output_metas;
   bool varies = false;  // whether sizes of its outputs do
-  std::vector<int64_t> symbols;  // that what it does depends on
-  py::object known;              // the set of their values for which that is known
+  std::vector<Size> watched;  // what it does depends on these
+  py::object known;           // the set of their values for which that is known
   std::vector<py::object> output_bindings, output_histories, output_places;
   std::unordered_map<size_t, size_t> rebinds;  // the argument that an output is, changed in place
   py::object result;
@@ -140,7 +141,7 @@ Node make_node(const py::dict& d) {
   n.edges = d["edges"].cast<std::unordered_map<int64_t, std::vector<int64_t>>>();
   n.output_metas = metas_of(d["output_metas"]);
   for (const Meta& meta : n.output_metas) n.varies |= meta.varies;
-  n.symbols = d["symbols"].cast<std::vector<int64_t>>();
+  n.watched = sizes_of(d["watched"]);
   n.known = d["known"];
   n.output_bindings = d["output_bindings"].cast<std::vector<py::object>>();
   n.output_histories = d["output_histories"].cast<std::vector<py::object>>();
@@ -343,12 +344,16 @@ class Walker : public Answering {
       PyObject* symbol = lookup(symbols_, tensor);
       symbolic_.push_back(symbol != nullptr);
       if (symbol) {
-        if (!equal(names_.meta.get(symbol), node.metas[i].python.ptr())) return false;
+        if (!equal(names_.meta.get(symbol), node.metas[i].python.ptr()) &&
+            !fits_made(node.metas[i], names_.meta.get(symbol), THPVariable_Unpack(tensor))) {
+          return false;
+        }
         found_.push_back(py::reinterpret_borrow<py::object>(names_.binding.get(symbol)));
       } else {
         if (!THPVariable_CheckExact(tensor)) return false;
         const at::Tensor& external = THPVariable_Unpack(tensor);
-        if (!(node.metas[i].varies ? fits_varying(node.metas[i], external) : node.metas[i].fits(external))) return false;
+        const Meta& meta = node.metas[i];
+        if (!meta.fits_but_for_sizes(external) || !has_sizes(meta, external)) return false;
         if (is_exposed(external)) return false;
         PyObject* known = lookup(externals_, tensor);
         if (ahead_ && !known) return false;
@@ -358,7 +363,7 @@ class Walker : public Answering {
     for (size_t i = 0; i < node.numbers.size(); ++i) {
       if (node.numbers[i].size.varies() && !fits_varying(node.numbers[i].size, arguments_.numbers[i])) return false;
     }
-    return (node.symbols.empty() || is_known(node)) && (!node.varies || has_shapes(node));
+    return (node.watched.empty() || is_known(node)) && (!node.varies || has_shapes(node));
   }
 
   // --- sizes that vary ---
@@ -392,8 +397,18 @@ class Walker : public Answering {
     return !overflow && fits_varying(size, value);
   }
 
-  bool fits_varying(const Meta& meta, const at::Tensor& tensor) {
-    if (!meta.fits_but_for_sizes(tensor)) return false;
+  // Whether a placeholder is what a node takes, where its sizes are said in other symbols.
+  bool fits_made(const Meta& meta, PyObject* made, const at::Tensor& placeholder) {
+    return placeholder.scalar_type() == meta.dtype &&
+           placeholder.dim() == static_cast<int64_t>(meta.shape.size()) && placeholder.device() == meta.device &&
+           (names_.requires_grad.get(made) == Py_True) == meta.requires_grad &&
+           (names_.is_leaf.get(made) == Py_True) == meta.is_leaf && has_sizes(meta, placeholder);
+  }
+
+  bool has_sizes(const Meta& meta, const at::Tensor& tensor) {
+    if (!meta.varies) {
+      return tensor.sizes() == at::IntArrayRef(meta.shape) && tensor.strides() == at::IntArrayRef(meta.stride);
+    }
     for (int64_t i = 0; i < tensor.dim(); ++i) {
       if (!fits_varying(meta.shape_sizes[i], tensor.sizes()[i])) return false;
     }
@@ -405,9 +420,9 @@ class Walker : public Answering {
 
   // Whether a node has been seen, or found, to do what it says for these sizes; if not, Python finds out.
   bool is_known(const Node& node) const {
-    py::tuple values(node.symbols.size());
-    for (size_t i = 0; i < node.symbols.size(); ++i) {
-      PyObject* value = PyLong_FromLongLong(symbol_value(node.symbols[i]).value_or(kUnknown));
+    py::tuple values(node.watched.size());
+    for (size_t i = 0; i < node.watched.size(); ++i) {
+      PyObject* value = PyLong_FromLongLong(node.watched[i].value(symbols()).value_or(kUnknown));
       if (!value) throw py::error_already_set();
       PyTuple_SET_ITEM(values.ptr(), i, value);
     }
@@ -756,6 +771,9 @@ WalkerNames walker_names_from(const py::dict& d) {
   n.binding = Slot(n.symbol, "binding");
   n.meta = Slot(n.symbol, "meta");
   n.history = Slot(n.symbol, "history");
+  py::object meta = d["TensorMeta"];
+  n.requires_grad = Slot(meta, "requires_grad");
+  n.is_leaf = Slot(meta, "is_leaf");
   n.node = Slot(n.record, "node");
   n.key = Slot(n.record, "key");
   n.ambient = Slot(n.record, "ambient");

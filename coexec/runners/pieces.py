@@ -170,7 +170,7 @@ class Pieces:
             added = [t for t, adds in zip(targets, piece.adds, strict=True) if adds]
             tokens: list[Token] = [*taken, *(self._gradients[t] for t in added)]
             tokens += [record.tokens[argument] for argument in piece.saved]
-            index = self._alternative(node, tokens, len(taken) + len(added))
+            index = self._alternative(node, tokens)
             if index is None:
                 continue
             if not self._runner.skeleton.program.overwritten.get(node.id, _NONE).isdisjoint(self._before):
@@ -193,7 +193,7 @@ class Pieces:
             if not isinstance(node.piece, Reached) or (node.piece.steals and shared):
                 continue
             for index, alternative in enumerate(node.alternatives):
-                if alternative.bindings[1] != binding or not self._fits(node, alternative, [gradient], 1):
+                if alternative.bindings[1] != binding or not self._fits(node, alternative, [gradient]):
                     continue
                 implicit = self._runner.implicit(node, alternative.bindings, 1)
                 if implicit is not None:
@@ -218,30 +218,33 @@ class Pieces:
     def _following(self) -> Sequence[Node]:
         return self._runner.skeleton.children.get(self._at, ())
 
-    def _alternative(self, node: Node, tokens: Sequence[Token], gradients: int) -> int | None:
+    def _alternative(self, node: Node, tokens: Sequence[Token]) -> int | None:
         for index, alternative in enumerate(node.alternatives):
-            if self._fits(node, alternative, tokens, gradients):
+            if self._fits(node, alternative, tokens):
                 return index
         return None
 
-    def _fits(self, node: Node, alternative: Alternative, tokens: Sequence[Token], gradients: int) -> bool:
-        """Whether a node takes these arguments, of which the first ones are gradients."""
+    def _fits(self, node: Node, alternative: Alternative, tokens: Sequence[Token]) -> bool:
+        """Whether a node takes these arguments."""
         if alternative.bindings[: len(tokens)] != tuple(map(self._binding, tokens)):
             return False
         key: Any = node.key
-        for token, meta in zip(tokens[:gradients], key[2], strict=False):
-            assert isinstance(token, Produced)
-            if self._graph.nodes[token.event].outputs[token.output].meta != meta:
-                return False
         return key[1] == self._ambient and self._may_run(node, alternative)
 
     def _may_run(self, node: Node, alternative: Alternative) -> bool:
         """Whether a node does what it says for the numbers and the sizes of this iteration."""
         runner = self._runner
+        sizes = Sizes(runner.graph_runner, self._graph.symbols)
+        key: Any = node.key
+        for binding, meta in zip(alternative.bindings, key[2], strict=False):
+            if isinstance(binding, Produced):
+                made = self._graph.nodes[binding.event].outputs[binding.output].meta
+                if made is not meta and not sizes.fit(meta, made):
+                    return False
         return (
             alternative.path is None  # pieces depend on what they take
             and runner.numbers_agree(node, alternative, [])
-            and runner.holds(node, Sizes(runner.graph_runner, self._graph.symbols))
+            and runner.holds(node, sizes)
         )
 
     def _binding(self, token: Token) -> NodeBinding:

@@ -32,10 +32,15 @@ class Sizes:
 
     def fit(self, expected: TensorMeta, given: TensorMeta) -> bool:
         """Whether a tensor has the metadata that a node expects."""
-        if expected == given:  # of a placeholder, whose sizes are symbolic
+        if expected == given:
             return True
-        if not expected.is_symbolic or given.is_symbolic or len(expected.shape) != len(given.shape):
-            return False
+        if given.is_symbolic:  # of a placeholder
+            known = self.concrete(given)
+            if known is None:
+                return False
+            given = known
+        if not expected.is_symbolic or len(expected.shape) != len(given.shape):
+            return expected == given
         if replace(expected, shape=given.shape, stride=given.stride) != given:
             return False
         pairs = zip((*expected.shape, *expected.stride), (*given.shape, *given.stride), strict=True)

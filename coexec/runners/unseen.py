@@ -22,28 +22,31 @@ import torch
 from coexec._private import WithoutModes
 from coexec.runners.bare import Bare, elementwise, returned
 from coexec.tracegraph.callbacks import Applied
-from coexec.tracegraph.calls import meta_of, unflatten
+from coexec.tracegraph.calls import unflatten
 from coexec.tracegraph.functions import INDEXING
-from coexec.tracegraph.graph import Node, TraceGraph, external_metas, node_of, symbols_of
+from coexec.tracegraph.graph import (
+    UNKNOWN,
+    Node,
+    TraceGraph,
+    external_metas,
+    meta_of_source,
+    node_of,
+    symbols_of,
+)
 from coexec.tracegraph.numbers import fed_numbers
 from coexec.tracegraph.size_generic import SIZE_GENERIC
 from coexec.tracegraph.sizes import Size, symbols_in, value_of, varies
 from coexec.tracegraph.tape import Passed
 from coexec.tracegraph.trace import (
-    Computed,
-    Constant,
+    Dimension,
     Geometry,
     Input,
     Local,
     Operation,
-    Produced,
     TensorMeta,
 )
 
 Values = Callable[[int], int | None]
-
-#: A symbol that an iteration has not shown.
-UNKNOWN = -(1 << 62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,41 +61,31 @@ class Unseen:
     """What is known of the nodes of a graph, by the values of the symbols that each depends on.
 
     Attributes:
-        watched: for each node with sizes that vary, the symbols. A backward pass depends on all.
+        watched: for each node with sizes that vary, what it depends on.
         known: the combinations of their values that hold.
     """
 
     def __init__(self, graph: TraceGraph) -> None:
         self._graph = graph
         self._metas = external_metas(graph)
-        self.watched: dict[int, tuple[int, ...]] = {}
-        self.known: dict[int, set[tuple[int, ...]]] = {}
+        self.watched: dict[int, tuple[Dimension, ...]] = {n: s.sizes for n, s in graph.seen.items()}
+        self.known = {n: set(s.values) for n, s in graph.seen.items()}
         self._varying: dict[int, _Varying] = {}
-        self._needed: dict[int, frozenset[int]] = {}  # without values for these, a node cannot be taken
-        for node in graph.nodes:
-            symbols = symbols_of(node)
-            if not symbols or not node.alternatives:
-                continue
-            every = range(len(graph.symbols)) if node.by_path else sorted(symbols)
-            self._needed[node.id] = symbols
-            self.watched[node.id] = tuple(every)
-            self.known[node.id] = set()
-            for visit in graph.visits:
-                seen = dict(visit.sizes)
-                if node.id in visit.nodes and (node.by_path or symbols <= seen.keys()):
-                    self.known[node.id].add(tuple(seen.get(s, UNKNOWN) for s in every))
 
     def holds(self, node: Node, values: Values) -> bool:
         """Whether the node's expressions, and its operations, are right for these values."""
         watched = self.watched.get(node.id)
         if watched is None:
             return True
-        key = tuple(UNKNOWN if (v := values(s)) is None else v for s in watched)
+        key = tuple(UNKNOWN if (v := value_of(s, values)) is None else v for s in watched)
         if key in self.known[node.id]:
             return True
-        if any(values(s) is None for s in self._needed[node.id]):
+        if UNKNOWN in key and (not node.by_path or any(values(s) is None for s in symbols_of(node))):
             return False
-        if not self._is_generic(node) or not self._gives_its_shapes(node, values, watched):
+        ranges = self._graph.seen[node.id].ranges
+        if not all(r.admits(v) for r, v in zip(ranges, key, strict=False)):
+            return False
+        if not self._is_generic(node) or not self._gives_its_shapes(node, values):
             return False
         self.known[node.id].add(key)
         return True
@@ -105,8 +98,8 @@ class Unseen:
         before = {n for a in node.alternatives for n in map(node_of, a.path or ())}
         return all(_is_size_generic(self._graph.nodes[n]) for n in before if n in self.watched)
 
-    def _gives_its_shapes(self, node: Node, values: Values, watched: Sequence[int]) -> bool:
-        varying = self._varying_of(node, watched)
+    def _gives_its_shapes(self, node: Node, values: Values) -> bool:
+        varying = self._varying_of(node)
         if any((v := value_of(s, values)) is None or v < 2 for s in varying.sizes):
             return False
         if any(_joints(m, values) != joints for m, joints in varying.joints):
@@ -119,21 +112,24 @@ class Unseen:
         except Exception:  # there is no such kernel, or it finds its arguments wrong
             return False
 
-    def _varying_of(self, node: Node, watched: Sequence[int]) -> _Varying:
+    def _varying_of(self, node: Node) -> _Varying:
         varying = self._varying.get(node.id)
         if varying is None:
             metas = [m for m in dict.fromkeys(_metas(node)) if varies(m.shape) or varies(m.stride)]
             sizes = {s for m in metas for s in m.shape if isinstance(s, Size)}
-            key = next(iter(self.known[node.id]), None)
-            if key is None:
-                return _Varying(tuple(sizes), ())  # not kept: there may be one to compare with next time
-            seen = {s: v for s, v in zip(watched, key, strict=True) if v != UNKNOWN}
+            seen = self._graph.seen[node.id].example
             joints = tuple((m, _joints(m, seen.get)) for m in metas)
             varying = self._varying[node.id] = _Varying(tuple(sizes), joints)
         return varying
 
     def _runs(self, node: Node, values: Values) -> bool:
-        sources = [self._source(s, values) for s in node.alternatives[0].sources]
+        metas = [
+            meta_of_source(self._graph, node, i, self._metas)
+            for i in range(len(node.alternatives[0].sources))
+        ]
+        sources = [_bare(m, values) for m in metas if m is not None]
+        if len(sources) < len(metas):
+            return False
         results: dict[Local, Bare] = {}
 
         def argument(a: Any) -> Any:
@@ -167,20 +163,6 @@ class Unseen:
                     return False
                 results[Local(index, number)] = tensor
         return True
-
-    def _source(self, source: Any, values: Values) -> Bare:
-        match source:
-            case Computed():
-                result = self._graph.nodes[source.event].operations[source.operation].results[source.result]
-                assert result is not None
-                meta = result.meta
-            case Produced():
-                meta = self._graph.nodes[source.event].outputs[source.output].meta
-            case Constant():
-                meta = meta_of(source.value)
-            case _:
-                meta = self._metas[source]
-        return _bare(meta, values)
 
 
 def _is_size_generic(node: Node) -> bool:

@@ -52,6 +52,7 @@ NAMES = {
     "Produced": Produced,
     "treatments": _TREATMENTS,
     "Iteration": Iteration,
+    "TensorMeta": TensorMeta,
 }
 
 _NUMBERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
@@ -78,7 +79,10 @@ def make_walker(
     itself = program.written | program.seen
     nodes = [
         _node(n, program, into.get(n.id, {}), outputs[n.id], n.id not in special, itself)
-        | {"symbols": list(unseen.watched.get(n.id, ())), "known": unseen.known.get(n.id, set())}
+        | {
+            "watched": [encoded(s) for s in unseen.watched.get(n.id, ())],
+            "known": unseen.known.get(n.id, set()),
+        }
         for n in graph.nodes
     ]
     ranges = [(s.low, s.high) for s in graph.symbols]

@@ -40,7 +40,7 @@ from coexec.tracegraph.numbers import TRANSFORMS, is_number, same_number
 from coexec.tracegraph.order import Groups
 from coexec.tracegraph.sizes import Size
 from coexec.tracegraph.tape import Passed
-from coexec.tracegraph.trace import Computed, Constant, Local, Produced
+from coexec.tracegraph.trace import Computed, Constant, Dimension, Local, Produced
 
 #: Edges that one group of places may get, and alternatives that a node may have.
 MAX_EDGES, MAX_ALTERNATIVES = 4096, 64
@@ -100,14 +100,20 @@ def _alike(graph: TraceGraph) -> dict[Produced, tuple[Produced, ...]]:
     for group in groups.all():
         members = sorted(group, key=lambda p: (p.event, p.output))
         for one in members:
-            same = tuple([m for m in members if m != one and _meta(graph, m) == _meta(graph, one)])
+            same = tuple([m for m in members if m != one and _look(graph, m) == _look(graph, one)])
             if same:
                 found[one] = same
     return found
 
 
-def _meta(graph: TraceGraph, value: Produced) -> object:
-    return graph.nodes[value.event].outputs[value.output].meta
+def _look(graph: TraceGraph, value: Produced) -> object:
+    """The metadata of a value, whatever sizes it has where they vary."""
+    meta = graph.nodes[value.event].outputs[value.output].meta
+    return replace(meta, shape=_constant(meta.shape), stride=_constant(meta.stride))
+
+
+def _constant(sizes: Iterable[Dimension]) -> tuple[int, ...]:
+    return tuple([-1 if isinstance(s, Size) else s for s in sizes])
 
 
 def _difference(a: Alternative, b: Alternative) -> tuple[Produced, Produced] | None:

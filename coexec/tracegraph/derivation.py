@@ -31,7 +31,10 @@ class Underived(Exception):
 
 
 class Derivation:
-    """Finds expressions for all places that vary; `promoted` numbers of Python are symbols."""
+    """Finds expressions for all places that vary.
+
+    `promoted` numbers of Python are symbols. In another `scope`, the same places have other symbols.
+    """
 
     def __init__(
         self,
@@ -39,8 +42,10 @@ class Derivation:
         varying: Sequence[Sequence[Column]],
         promoted: set[tuple[int, int]],
         names: dict[Hashable, int],
+        scope: Hashable = None,
     ) -> None:
         self.traces = traces
+        self.scope = scope
         self.varying = varying
         self.promoted = promoted
         self.names = names
@@ -65,7 +70,7 @@ class Derivation:
             shaped = not event.backward and any(o.shaped_by_data for o in event.operations)
             by_place: Found = defaultdict(list)
             for place, values in self.varying[index]:
-                name = (identity, occurrences[identity], place)
+                name = (self.scope, identity, occurrences[identity], place)
                 candidates = self._fed if event.backward else self._fed[before:]
                 if place.kind == "number":
                     size = self._number(index, place, values, name)
@@ -123,7 +128,7 @@ class Derivation:
         return self._expressions.add_symbol(number, values)
 
     def _offsets(self, index: int) -> Found:
-        """Where in their memory outputs begin, which Python may see.
+        """Where in their memory outputs begin, which Python may see of those that it keeps.
 
         Views of external tensors may be rebased, by as much in each trace.
         """
@@ -131,12 +136,13 @@ class Derivation:
         events = [t.events[index] for t in self.traces]
         for number, output in enumerate(events[0].outputs):
             offsets = fixed(e.outputs[number].meta.offset for e in events)
-            external = _external_of(self.traces[0], index, output.value)
+            external = external_of(self.traces[0], index, output.value)
+            kept = any(e.outputs[number].kept for e in events)
             if external is None:
-                size = self._size(index, offsets)
+                size = self._size(index, offsets) if kept else self._expressions.find(offsets)
                 if isinstance(size, Size):
                     out[Place("offset", number, 0)] = [size]
-            elif any(e.outputs[number].kept for e in events):
+            elif kept:
                 starts = fixed(t.externals[external].meta.offset for t in self.traces)
                 if len({o - s for o, s in zip(offsets, starts, strict=True)}) > 1:
                     raise Underived(index, offsets)
@@ -151,7 +157,7 @@ def _is_new(event: Event, place: Place, known: set[int]) -> bool:
     return isinstance(binding, External) and binding.index not in known
 
 
-def _external_of(trace: Trace, event: int, value: Input | Local) -> int | None:
+def external_of(trace: Trace, event: int, value: Input | Local) -> int | None:
     """The external tensor whose memory a value is a view of; None for memory of the iteration."""
     while True:
         if isinstance(value, Input):

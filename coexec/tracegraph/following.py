@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from coexec.tracegraph.graph import START, Alternative, Node, NodeBinding, NodeSource, step_of
+from coexec.tracegraph.graph import START, Alternative, Node, NodeBinding, NodeSource, node_of, step_of
 from coexec.tracegraph.order import turned_around
 from coexec.tracegraph.tape import Passed
 
@@ -98,3 +98,16 @@ def same_choice(pairs: Sequence[tuple[NodeSource, Sequence[NodeSource]]]) -> int
         return -1
     count = len(pairs[0][1])
     return next((j for j in range(count) if all(source == theirs[j] for source, theirs in pairs)), None)
+
+
+def argument_of_before(node: Node, nodes: Sequence[Node], argument: int) -> tuple[int, int] | None:
+    """The node that decides about an argument of a node, and which of its arguments it is there."""
+    own = {a.after: a for a in node.alternatives}
+    if None in own or len(own) < 2:
+        return None
+    before = nodes[node_of(next(step for step in own if step is not None))]
+    theirs = {step_of(before.id, a.number): a for a in before.alternatives}
+    pairs = [(a, theirs[step]) for step, a in own.items() if step in theirs]
+    choices = [p for p in range(len(before.alternatives[0].bindings)) if pairs]
+    found = next((p for p in choices if all(a.bindings[argument] == b.bindings[p] for a, b in pairs)), None)
+    return None if found is None else (before.id, found)

@@ -56,10 +56,10 @@ def generalize(traces: Sequence[Trace]) -> Generalized:
     groups = _groups(traces)
     while groups:
         members = groups.pop()
-        group = _Group([traces[i] for i in members], names)
+        group = Group([traces[i] for i in members], names)
         made = group.symbolic()
         if made is None:
-            groups += _with_equal_small_numbers(traces, members)
+            groups += with_equal_small_numbers(traces, members)
             continue
         made_symbolic.append(members)
         for index, trace in zip(members, made, strict=True):
@@ -97,7 +97,7 @@ def _groups(traces: Sequence[Trace]) -> list[list[int]]:
     return [g for g in groups.values() if len(g) >= ENOUGH]
 
 
-def _with_equal_small_numbers(traces: Sequence[Trace], members: Sequence[int]) -> list[list[int]]:
+def with_equal_small_numbers(traces: Sequence[Trace], members: Sequence[int]) -> list[list[int]]:
     """Parts of a group in which sizes of zero and one, and dimensions, are the same."""
     parts: dict[Hashable, list[int]] = defaultdict(list)
     for index in members:
@@ -115,12 +115,13 @@ def _outline(trace: Trace) -> Hashable:
     return tuple(map(outline, trace.events))
 
 
-class _Group:
+class Group:
     """Traces with equal outlines."""
 
-    def __init__(self, traces: Sequence[Trace], names: dict[Hashable, int]) -> None:
+    def __init__(self, traces: Sequence[Trace], names: dict[Hashable, int], scope: Hashable = None) -> None:
         self.traces = traces
         self.names = names
+        self.scope = scope
         self.symbols: dict[int, Values] = {}
         self.columns = [_columns(events) for events in zip(*(t.events for t in traces), strict=True)]
         self.varying = [[(p, v) for p, v in column if _differ(v)] for column in self.columns]
@@ -135,7 +136,7 @@ class _Group:
             return None
         promoted: set[tuple[int, int]] = set()  # numbers that are symbols
         while True:
-            derivation = Derivation(self.traces, self.varying, promoted, dict(self.names))
+            derivation = Derivation(self.traces, self.varying, promoted, dict(self.names), self.scope)
             try:
                 found = derivation.run()
                 break

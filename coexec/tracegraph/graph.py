@@ -14,17 +14,20 @@ Source: Terra's TraceGraph (dissertation, section 3.2.2 and definition 1).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.sizes import Size, Symbol, symbols_in
 from coexec.tracegraph.tape import Piece, Tape
 from coexec.tracegraph.trace import (
     Computed,
     Constant,
+    Dimension,
     Grad,
     Hooks,
     Kind,
+    Local,
     Number,
     Operation,
     Output,
@@ -153,12 +156,25 @@ class Node:
         return self.backward and self.piece is None
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """The nodes of a trace, and the value that each of its symbols had."""
+#: A symbol that an iteration has not shown.
+UNKNOWN = -(1 << 62)
 
-    nodes: frozenset[int]
-    sizes: tuple[tuple[int, int], ...]
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """With which sizes a node came in traces.
+
+    Attributes:
+        sizes: those that what it does depends on.
+        values: combinations of their values; `UNKNOWN` for what a trace did not show.
+        example: what the symbols were in one of these traces.
+        ranges: what each of the sizes may be, if that is known.
+    """
+
+    sizes: tuple[Dimension, ...]
+    values: frozenset[tuple[int, ...]]
+    example: Mapping[int, int]
+    ranges: tuple[Symbol, ...] = ()
 
 
 def is_shaped_by_data(node: Node) -> bool:
@@ -199,7 +215,7 @@ class TraceGraph:
         shared: groups of external tensors that shared memory in some trace (or may be the same).
         traces: how many traces were merged.
         symbols: what each symbol in sizes may be.
-        visits: what traces with symbolic sizes came by, and with which sizes.
+        seen: of nodes with sizes that vary, with which sizes they came.
         hooks: how many hooks each captured tensor has.
         paths: the steps of each trace, where backward passes are in pieces.
         general: whether the latest trace differs from others in sizes only, all of which are symbolic.
@@ -211,7 +227,7 @@ class TraceGraph:
     shared: tuple[frozenset[Captured | Fed], ...]
     traces: int
     symbols: tuple[Symbol, ...] = ()
-    visits: tuple[Visit, ...] = ()
+    seen: Mapping[int, Seen] = field(default_factory=dict)
     hooks: tuple[Hooks, ...] = ()
     paths: tuple[frozenset[int], ...] = ()
     general: bool = False
@@ -220,6 +236,36 @@ class TraceGraph:
         from coexec.tracegraph.text import format_graph
 
         return format_graph(self)
+
+
+def meta_of_source(
+    graph: TraceGraph, node: Node, index: int, externals: Mapping[Captured | Fed, TensorMeta]
+) -> TensorMeta | None:
+    """The metadata of a source of a node; its sizes are those of an argument of the node if it is one."""
+    alternative = node.alternatives[0]
+    source = alternative.sources[index]
+    meta: TensorMeta | None = None
+    if isinstance(source, Computed):
+        result = graph.nodes[source.event].operations[source.operation].results[source.result]
+        meta = None if result is None else result.meta
+    elif isinstance(source, Produced):
+        meta = graph.nodes[source.event].outputs[source.output].meta
+    elif isinstance(source, Constant):
+        meta = meta_of(source.value)
+    else:
+        meta = externals.get(source)
+    if meta is None or not meta.is_symbolic:
+        return meta
+    key: Any = node.key
+    for binding, own in zip(alternative.bindings, key[2], strict=False):
+        if binding == source or (isinstance(binding, Produced) and _value(graph, binding) == source):
+            return replace(meta, shape=own.shape, stride=own.stride)
+    return meta if len({a.sources[index] for a in node.alternatives}) == 1 else None
+
+
+def _value(graph: TraceGraph, made: Produced) -> Computed | None:
+    value = graph.nodes[made.event].outputs[made.output].value
+    return Computed(made.event, value.operation, value.result) if isinstance(value, Local) else None
 
 
 def external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:

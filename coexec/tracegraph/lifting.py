@@ -24,16 +24,16 @@ def lift(trace: Trace, symbolic: Sequence[Trace]) -> Lifted | None:
     """The trace with the sizes of one of `symbolic`, and the values that their symbols have in it."""
     if not symbolic:
         return None
-    outlines = [_alone(e) for e in trace.events]
+    outlines = [alone(e) for e in trace.events]
     for other in symbolic:
-        pairs = _aligned(outlines, [_alone(e) for e in other.events])
+        pairs = _aligned(outlines, [alone(e) for e in other.events])
         lifted = _with_sizes_of(trace, other, pairs) if pairs else None
         if lifted is not None:
             return lifted
     return None
 
 
-def _alone(event: Event) -> Event:
+def alone(event: Event) -> Event:
     """The outline of an event, whatever events its arguments come from."""
     piece = replace(event.piece, of=0) if isinstance(event.piece, Passed) else event.piece
     return replace(outline(event), inputs=(), sources=(), piece=piece)

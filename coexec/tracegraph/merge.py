@@ -19,10 +19,13 @@ from typing import Any, NamedTuple
 
 from coexec.tracegraph import functions
 from coexec.tracegraph.callbacks import is_stopped
+from coexec.tracegraph.closure import closed
 from coexec.tracegraph.generalize import Generalized, generalize
+from coexec.tracegraph.generalize_calls import GeneralCalls, Looks, generalize_calls
 from coexec.tracegraph.graph import (
     END,
     START,
+    UNKNOWN,
     Alternative,
     Captured,
     Fed,
@@ -31,17 +34,19 @@ from coexec.tracegraph.graph import (
     NodeBinding,
     NodeSource,
     NumberSlot,
+    Seen,
     TraceGraph,
-    Visit,
     is_shaped_by_data,
     node_of,
     renumbered_step,
     step_of,
+    symbols_of,
 )
 from coexec.tracegraph.numbers import same_number, same_sizes, unify, unify_slots, unused, varying
 from coexec.tracegraph.optimizers import counts_of
 from coexec.tracegraph.order import Groups, in_order, turned_around
-from coexec.tracegraph.sizes import Size
+from coexec.tracegraph.own_sizes import with_own_sizes
+from coexec.tracegraph.sizes import Size, symbol
 from coexec.tracegraph.tape import Passed, Piece
 from coexec.tracegraph.trace import (
     Computed,
@@ -61,13 +66,20 @@ class Indistinct(Exception):
     """Traces in which the same calls of Python, on the same path, do different things."""
 
 
-def merge(traces: Sequence[Trace]) -> TraceGraph:
+def merge(traces: Sequence[Trace], looks: Looks | None = None, *, guess: bool = True) -> TraceGraph:
     """Merges traces, in order, into one graph that covers all of them.
+
+    Args:
+        traces: of one program.
+        looks: what earlier merges have looked at.
+        guess: whether graphs of backward passes in pieces get what is like what they have.
 
     Raises:
         Indistinct: if no running iteration could be told to be like one trace, or like another.
     """
-    general = generalize(traces)
+    apart = any(e.piece is not None for t in traces for e in t.events)
+    by_call = apart and not any(e.by_path for t in traces for e in t.events)
+    general = generalize_calls(traces, looks or Looks()) if by_call else generalize(traces)
     traces = general.traces
     seen = Counter(uid for t in traces for uid in {e.uid for e in t.externals})
     parameters = {e.uid for t in traces for e in t.externals if e.parameter}
@@ -77,7 +89,6 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
     # Whether a call is stopped depends on what has been saved before it.
     path_dependent = {_identity(e) for t in traces for e in t.events if is_stopped(e.result)}
     path_dependent |= {_identity(e) for t in traces for e in t.events if takes_one_value_twice(e, t)}
-    apart = any(e.piece is not None for t in traces for e in t.events)
     repeated = _repeated(traces) if apart else frozenset()
     while True:
         builder = _Builder(captured, path_dependent, apart=apart, repeated=repeated)
@@ -90,14 +101,18 @@ def merge(traces: Sequence[Trace]) -> TraceGraph:
         builder.ambiguous |= indistinct
         if not conflicting and not builder.ambiguous:
             graph = builder.freeze(len(traces))
-            return replace(
+            graph = replace(
                 graph,
                 symbols=general.symbols,
-                visits=_visits(builder, general),
                 hooks=tuple(hooks[uid] for uid in graph.captured),
                 paths=_paths(builder) if apart else (),
-                general=general.latest,
+                general=isinstance(general, Generalized) and general.latest,
             )
+            if apart and guess:
+                graph = closed(graph)
+            if isinstance(general, Generalized):
+                return replace(graph, seen=_seen(graph, builder, general))
+            return with_own_sizes(graph, _by_node(builder, general))
         captured -= conflicting
         path_dependent |= builder.ambiguous
 
@@ -130,13 +145,34 @@ def _paths(builder: _Builder) -> tuple[frozenset[int], ...]:
     return tuple(dict.fromkeys(paths))
 
 
-def _visits(builder: _Builder, general: Generalized) -> tuple[Visit, ...]:
-    found = (
-        Visit(frozenset(builder.new_id[node_of(s)] for s in path), tuple(sorted(assignment)))
+def _seen(graph: TraceGraph, builder: _Builder, general: Generalized) -> dict[int, Seen]:
+    """Nodes with symbols, and the values that these had in traces. A backward pass depends on all."""
+    visits = [
+        ({builder.new_id[node_of(s)] for s in path}, dict(assignment))
         for path, assignment in zip(builder.paths, general.assignments, strict=True)
         if assignment
-    )
-    return tuple(dict.fromkeys(found))
+    ]
+    found = {}
+    for node in graph.nodes:
+        symbols = symbols_of(node)
+        if symbols:
+            every = range(len(graph.symbols)) if node.by_path else sorted(symbols)
+            here = [
+                of_trace
+                for nodes, of_trace in visits
+                if node.id in nodes and (node.by_path or symbols <= of_trace.keys())
+            ]
+            values = frozenset(tuple([of_trace.get(s, UNKNOWN) for s in every]) for of_trace in here)
+            found[node.id] = Seen(tuple(map(symbol, every)), values, here[0] if here else {})
+    return found
+
+
+def _by_node(builder: _Builder, general: GeneralCalls) -> list[dict[int, dict[int, int]]]:
+    """For each trace, by node: the values of its symbols."""
+    return [
+        {builder.new_id[node_of(path[event])]: of_event for event, of_event in of_trace.items()}
+        for path, of_trace in zip(builder.paths, general.assignments, strict=True)
+    ]
 
 
 class _Kind(NamedTuple):
@@ -489,6 +525,12 @@ def _may_be_same_call(a: _Draft, b: _Draft) -> bool:
     """
     if is_shaped_by_data(a.node) or is_shaped_by_data(b.node):
         return False
+    if (
+        isinstance(a.node.piece, Passed)
+        and isinstance(b.node.piece, Passed)
+        and a.node.piece.at != b.node.piece.at
+    ):
+        return False  # each has the sizes of its call
     ways = {(x.bindings, x.path) for x in a.alternatives}
     if ways.isdisjoint((x.bindings, x.path) for x in b.alternatives):
         return False

@@ -7,6 +7,7 @@ Out: the size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,42 @@ def renumbered(size: Size | int, numbers: Mapping[int, int]) -> Size | int:
         for c, factors in size.terms
     )
     return Size(terms, size.constant, size.divisor, size.exact)
+
+
+def substituted(size: Size | int, values: Mapping[int, Size | int]) -> Size | int:
+    """An expression with others in the place of some of its symbols; sums of the same factors become one."""
+    if not isinstance(size, Size):
+        return size
+    total, constant = Counter[tuple[Any, ...]](), size.constant
+    for coefficient, factors in size.terms:
+        for product, factor in _product(factors, values):
+            if product:
+                total[product] += coefficient * factor
+            else:
+                constant += coefficient * factor
+    terms = tuple([(c, factors) for factors, c in sorted(total.items(), key=repr) if c])
+    made = Size(terms, constant, size.divisor, size.exact)
+    if not terms:
+        value = value_of(made, lambda _: None)
+        return made if value is None else value
+    inner = terms[0][1][0]
+    is_inner = (terms, constant, size.divisor) == (((1, (inner,)),), 0, 1) and isinstance(inner, Size)
+    return inner if is_inner else made
+
+
+def _product(factors: tuple[Any, ...], values: Mapping[int, Size | int]) -> list[tuple[tuple[Any, ...], int]]:
+    """A product as a sum of products of symbols and quotients, with their coefficients."""
+    sums: list[tuple[tuple[Any, ...], int]] = [((), 1)]
+    for factor in factors:
+        value = values.get(factor, symbol(factor)) if isinstance(factor, int) else substituted(factor, values)
+        if not isinstance(value, Size):
+            summands: list[tuple[tuple[Any, ...], int]] = [((), value)]
+        elif value.divisor != 1 or value.exact:
+            summands = [((value,), 1)]
+        else:
+            summands = [(f, c) for c, f in value.terms] + [((), value.constant)]
+        sums = [(tuple(sorted((*a, *b), key=repr)), c * d) for a, c in sums for b, d in summands if c * d]
+    return sums
 
 
 def fixed(sizes: Iterable[Size | int]) -> tuple[int, ...]:

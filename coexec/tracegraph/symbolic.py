@@ -31,6 +31,7 @@ from coexec.tracegraph.graph import (
     TraceGraph,
     external_metas,
     is_shaped_by_data,
+    meta_of_source,
     node_of,
     step_of,
 )
@@ -286,7 +287,10 @@ class _Lowering:
         return registers
 
     def _phi(self, node: Node, feeds: tuple[tuple[int, ...], ...]) -> list[int]:
-        merged = [self._register(self._source_meta(s)) for s in node.alternatives[0].sources]
+        merged = [
+            self._register(meta_of_source(self.graph, node, i, self.metas))
+            for i in range(len(node.alternatives[0].sources))
+        ]
         switch = len(self.emitted)
         self.emitted.append(_Emitted(Switch((), "alternative")))
         targets = []
@@ -391,14 +395,6 @@ class _Lowering:
 
     def _source(self, source: NodeSource) -> int:
         return self.values[source]
-
-    def _source_meta(self, source: NodeSource) -> TensorMeta | None:
-        if isinstance(source, Computed):
-            result = self.graph.nodes[source.event].operations[source.operation].results[source.result]
-            return None if result is None else result.meta
-        if isinstance(source, Produced):
-            return self.graph.nodes[source.event].outputs[source.output].meta
-        return meta_of(source.value) if isinstance(source, Constant) else self.metas.get(source)
 
     def _bind_captured(self, source: NodeSource) -> None:
         if isinstance(source, Captured) and source not in self.values:

@@ -92,6 +92,7 @@ class Passed:
         saved: the arguments of `of` that are read.
         memory: for each output, the position of the argument whose memory it is on; `OWN` and below for
             memory that is made here; None for any other.
+        at: symbols in the sizes of `of`, and the only values at which this is known to be right.
     """
 
     of: int
@@ -100,6 +101,7 @@ class Passed:
     adds: tuple[bool, ...]
     saved: tuple[int, ...]
     memory: tuple[int | None, ...]
+    at: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,12 @@ class Reached:
 
 
 Piece = Begun | Passed | Reached
+
+
+def at_of(piece: Piece | None) -> tuple[tuple[int, int], ...]:
+    """The symbols and values to which a piece is bound."""
+    return piece.at if isinstance(piece, Passed) else ()
+
 
 #: Memory that a piece makes itself, counted downwards.
 OWN = -1

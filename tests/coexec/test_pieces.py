@@ -415,7 +415,7 @@ def test_a_backward_pass_has_a_piece_for_each_call_and_each_leaf(traces):
 
     apart = in_pieces(traces[-1])
     verify_trace(apart)
-    verify_graph(closed(merge([apart])))
+    verify_graph(merge([apart]))
     pieces = [e.piece for e in apart.events if e.piece is not None]
     calls = [i for i, e in enumerate(apart.events) if e.tape is not None]
     assert isinstance(pieces[0], Begun)
@@ -429,7 +429,7 @@ def test_a_backward_pass_has_a_piece_for_each_call_and_each_leaf(traces):
 
 def test_an_edge_is_guessed_where_two_places_have_an_edge_in_common(traces):
     compare(*residual(3), 8)
-    graph = merge([in_pieces(t) for t in traces if t is not None])
+    graph = merge([in_pieces(t) for t in traces if t is not None], guess=False)
 
     more = closed(graph)
 
@@ -447,7 +447,7 @@ def test_an_edge_is_guessed_where_two_places_have_an_edge_in_common(traces):
 def test_a_node_that_takes_what_an_earlier_one_took_needs_no_choice_of_its_own(traces):
     """Of each layer the norm is told its input; the addition and the backward pass have the same one."""
     compare(*residual(3), 12)
-    graph = live(closed(merge([in_pieces(t) for t in traces if t is not None])))
+    graph = live(merge([in_pieces(t) for t in traces if t is not None]))
 
     program = lower(graph)
 

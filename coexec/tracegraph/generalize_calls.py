@@ -1,0 +1,299 @@
+"""Calls that differ in sizes only, in whatever traces and rounds of loops they are.
+
+In:  the traces of a program whose backward passes are in pieces.
+Out: the same traces; where at least three calls at one place do the same on tensors of other sizes, the sizes
+     of these calls, and of the pieces of the backward pass through them, are expressions in symbols of their
+     own.
+
+`coexec.tracegraph.generalize` compares whole traces, so it has nothing to say of a loop that has another
+number of rounds in each iteration, or other branches. Here, every size of a call has to follow from its own
+arguments: the dimensions of its tensors and the numbers that Python passed. How the sizes of calls depend on
+each other is left to `coexec.tracegraph.own_sizes`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from coexec.tracegraph.derivation import external_of
+from coexec.tracegraph.generalize import ENOUGH, Group, with_equal_small_numbers
+from coexec.tracegraph.lifting import alone
+from coexec.tracegraph.places import numbers_in
+from coexec.tracegraph.sizes import Symbol, value_range
+from coexec.tracegraph.tape import Passed
+from coexec.tracegraph.trace import Constant, Event, External, ExternalTensor, Input, Produced, Trace
+
+#: For events: the value of each of their symbols.
+Assignments = dict[int, dict[int, int]]
+
+_MADE = Constant(torch.empty(0))  # stands for memory that the iteration has made
+
+
+@dataclass(frozen=True, slots=True)
+class GeneralCalls:
+    """Traces in which some calls have symbolic sizes.
+
+    Attributes:
+        traces: in the order in which they were given.
+        symbols: what each symbol may be.
+        assignments: for each trace, the values that the symbols of its calls, and of their pieces, have.
+    """
+
+    traces: tuple[Trace, ...]
+    symbols: tuple[Symbol, ...]
+    assignments: tuple[Assignments, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What matters of an event when it is compared with others.
+
+    Attributes:
+        outline: a number for what it is without its numbers and its arguments.
+        numbers: all of them, and where its tensors begin in their memory.
+    """
+
+    outline: int
+    numbers: Hashable
+
+
+class Looks:
+    """Events that have been looked at; those of earlier merges come again."""
+
+    def __init__(self) -> None:
+        self._outlines: dict[Hashable, int] = {}
+        self._known: dict[int, tuple[Event, _Look]] = {}
+
+    def of(self, trace: Trace, number: int) -> _Look:
+        """What an event of a trace looks like."""
+        event = trace.events[number]
+        known = self._known.get(id(event))
+        if known is None or known[0] is not event:
+            known = self._known[id(event)] = (event, self._new(trace, number, event))
+        return known[1]
+
+    def _new(self, trace: Trace, number: int, event: Event) -> _Look:
+        outside = [external_of(trace, number, o.value) for o in event.outputs]
+        starts = [None if e is None else trace.externals[e].meta.offset for e in outside]
+        outline = (alone(event), tuple([e is not None for e in outside]))
+        numbers = (
+            tuple([(n.__class__, n) for _, n in numbers_in(event)]),
+            tuple([(o.meta.offset, o.kept) for o in event.outputs]),
+            tuple(starts),
+        )
+        return _Look(self._outlines.setdefault(outline, len(self._outlines)), numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An event, and the pieces of backward passes that go through it."""
+
+    trace: int
+    event: int
+    pieces: list[int]
+
+
+def generalize_calls(traces: Sequence[Trace], looks: Looks) -> GeneralCalls:
+    """Finds calls that differ in sizes only, and makes these symbolic."""
+    names: dict[Hashable, int] = {}
+    events = [list(t.events) for t in traces]
+    assignments: list[Assignments] = [{} for _ in traces]
+    values: dict[int, list[int]] = defaultdict(list)
+    for calls in _alike(traces, looks):
+        for alike in _symbolic_calls(traces, calls, looks, names):
+            pieces = _symbolic_pieces(traces, alike, looks, names)
+            for member, call in enumerate(alike.calls):
+                symbols = alike.symbols(member)
+                for number, value in symbols.items():
+                    values[number].append(value)
+                events[call.trace][call.event] = _as_in(traces[call.trace], call.event, alike.made(member))
+                assignments[call.trace][call.event] = symbols
+                for event in call.pieces:
+                    piece = pieces.get((call.trace, event))
+                    made = _at(traces[call.trace], event, symbols)
+                    if piece is not None:
+                        made = _as_in(traces[call.trace], event, piece)
+                        assignments[call.trace][event] = symbols
+                    events[call.trace][event] = made
+    return GeneralCalls(
+        tuple([replace(t, events=tuple(e)) for t, e in zip(traces, events, strict=True)]),
+        tuple([value_range(values[n]) if n in values else Symbol(0, -1) for n in range(len(names))]),
+        tuple(assignments),
+    )
+
+
+# --- calls ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Calls with the same expressions: several may be the same, of which one has been looked at.
+
+    Attributes:
+        calls: all of them.
+        of: for each of them, its number among those that were looked at.
+        group: these.
+        events: with symbolic sizes.
+    """
+
+    calls: list[_Call]
+    of: list[int]
+    group: Group
+    events: list[Event]
+
+    def symbols(self, member: int) -> dict[int, int]:
+        """The values of the symbols in a call."""
+        return {number: values[self.of[member]] for number, values in self.group.symbols.items()}
+
+    def made(self, member: int) -> Event:
+        """A call with symbolic sizes."""
+        return self.events[self.of[member]]
+
+
+def _alike(traces: Sequence[Trace], looks: Looks) -> list[list[_Call]]:
+    """Calls with equal outlines, if their sizes are not all the same."""
+    by_place: dict[Hashable, list[_Call]] = defaultdict(list)
+    for number, trace in enumerate(traces):
+        calls: dict[int, _Call] = {}
+        for index, event in enumerate(trace.events):
+            if isinstance(event.piece, Passed):
+                calls[event.piece.of].pieces.append(index)
+            else:
+                calls[index] = _Call(number, index, [])
+                by_place[_place(event, trace)].append(calls[index])
+    groups: dict[Hashable, list[_Call]] = defaultdict(list)
+    for place, calls_there in by_place.items():
+        if len(calls_there) >= ENOUGH and _vary(traces[c.trace].events[c.event] for c in calls_there):
+            for call in calls_there:
+                groups[place, looks.of(traces[call.trace], call.event).outline].append(call)
+    return [g for g in groups.values() if len(g) >= ENOUGH]
+
+
+def _place(event: Event, trace: Trace) -> Hashable:
+    """Where a call stands, and the parameters that it has: layers have other sizes than each other."""
+    externals = [trace.externals[b.index] for b in event.inputs if isinstance(b, External)]
+    own = tuple([e.uid for e in externals if e.parameter])
+    return event.function, event.location, event.kind, len(event.operations), own
+
+
+def _vary(events: Iterable[Event]) -> bool:
+    def sizes(event: Event) -> object:
+        numbers = [n for n in event.numbers if n.__class__ is int]
+        return event.key[2], numbers, [o.meta for o in event.outputs]  # type: ignore[index]  # of the recorder
+
+    first, *others = events
+    of_first = sizes(first)
+    return any(sizes(e) != of_first for e in others)
+
+
+def _symbolic_calls(
+    traces: Sequence[Trace], calls: list[_Call], looks: Looks, names: dict[Hashable, int]
+) -> Iterator[_Alike]:
+    """Calls that have the same expressions; each group has symbols of its own."""
+    different: dict[Hashable, list[int]] = defaultdict(list)
+    for member, call in enumerate(calls):
+        different[looks.of(traces[call.trace], call.event).numbers].append(member)
+    members = list(different.values())
+    looked_at = [_alone(traces[calls[m[0]].trace], calls[m[0]].event) for m in members]
+    waiting = [list(range(len(members)))]
+    while waiting:
+        chosen = waiting.pop()
+        group = Group([looked_at[i] for i in chosen], names, scope=object())
+        made = group.symbolic()
+        if made is None:
+            waiting += with_equal_small_numbers(looked_at, chosen)
+            continue
+        of = [(calls[m], position) for position, i in enumerate(chosen) for m in members[i]]
+        yield _Alike([c for c, _ in of], [p for _, p in of], group, [t.events[0] for t in made])
+
+
+def _alone(trace: Trace, number: int) -> Trace:
+    """A trace of one event, all of whose arguments come from outside."""
+    event = trace.events[number]
+    inputs = tuple([None if b is None else External(i) for i, b in enumerate(event.inputs)])
+    return _of_events(trace, [number], [replace(event, inputs=inputs)])
+
+
+def _of_events(trace: Trace, numbers: Sequence[int], events: Sequence[Event]) -> Trace:
+    """A trace of some events of another one, whose sources are from outside or on the iteration's memory."""
+    externals: list[ExternalTensor] = []
+    made = []
+    for number, event in zip(numbers, events, strict=True):
+        sources: list[External | Constant] = []
+        for index in range(len(event.sources)):
+            external = external_of(trace, number, Input(index))
+            if external is None:
+                sources.append(_MADE)
+            else:
+                sources.append(External(len(externals)))
+                externals.append(trace.externals[external])
+        made.append(replace(event, sources=tuple(sources)))
+    return Trace(tuple(made), tuple(externals))
+
+
+def _as_in(trace: Trace, number: int, made: Event) -> Event:
+    """An event of a trace with the symbolic sizes of one that looks like it."""
+    event = trace.events[number]
+    outputs = [
+        replace(new, kept=own.kept, uid=own.uid) for new, own in zip(made.outputs, event.outputs, strict=True)
+    ]
+    return replace(
+        made, inputs=event.inputs, sources=event.sources, piece=event.piece, outputs=tuple(outputs)
+    )
+
+
+# --- pieces ---
+
+
+def _at(trace: Trace, number: int, symbols: Mapping[int, int]) -> Event:
+    """A piece with the sizes of a trace, for calls that have these."""
+    event = trace.events[number]
+    assert isinstance(event.piece, Passed)
+    return replace(event, piece=replace(event.piece, at=tuple(sorted(symbols.items()))))
+
+
+def _symbolic_pieces(
+    traces: Sequence[Trace], alike: _Alike, looks: Looks, names: dict[Hashable, int]
+) -> dict[tuple[int, int], Event]:
+    """By trace and event the pieces of symbolic calls, in the symbols of the calls.
+
+    A piece is looked at together with its call. If there are enough of one kind, the call gets the very
+    expressions that it has among all calls.
+    """
+    forms: dict[int, dict[Hashable, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for member, call in enumerate(alike.calls):
+        for event in call.pieces:
+            look = looks.of(traces[call.trace], event)
+            forms[look.outline][alike.of[member], look.numbers].append((member, event))
+    found: dict[tuple[int, int], Event] = {}
+    for form in forms.values():
+        same = list(form.values())
+        pairs = []
+        for member, event in (s[0] for s in same):
+            call = alike.calls[member]
+            pairs.append(_with_piece(traces[call.trace], call.event, event))
+        waiting = [list(range(len(same)))]
+        while waiting:
+            chosen = waiting.pop()
+            together = Group([pairs[i] for i in chosen], names, alike.group.scope)
+            symbolic = together.symbolic()
+            if symbolic is None or not together.symbols.keys() <= alike.group.symbols.keys():
+                waiting += with_equal_small_numbers(pairs, chosen)
+                continue
+            for i, pair in zip(chosen, symbolic, strict=True):
+                call_alone = alike.made(same[i][0][0])
+                if pair.events[0] == replace(call_alone, sources=pair.events[0].sources):
+                    found |= {(alike.calls[m].trace, event): pair.events[1] for m, event in same[i]}
+    return found
+
+
+def _with_piece(trace: Trace, call: int, piece: int) -> Trace:
+    """A trace of a call and a piece of the backward pass through it."""
+    event = trace.events[piece]
+    inputs = tuple([None if b is None else Produced(0, 0) for b in event.inputs])
+    first = _alone(trace, call).events[0]
+    return _of_events(trace, [call, piece], [first, replace(event, inputs=inputs)])
