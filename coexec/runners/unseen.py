@@ -41,6 +41,7 @@ from coexec.tracegraph.trace import (
     Dimension,
     Geometry,
     Input,
+    Kind,
     Local,
     Operation,
     TensorMeta,
@@ -85,10 +86,13 @@ class Unseen:
         ranges = self._graph.seen[node.id].ranges
         if not all(r.admits(v) for r, v in zip(ranges, key, strict=False)):
             return False
-        if not self._is_generic(node) or not self._gives_its_shapes(node, values):
+        if node.kind is not Kind.FETCH and not self._is_right(node, values):  # Python itself makes a fetch
             return False
         self.known[node.id].add(key)
         return True
+
+    def _is_right(self, node: Node, values: Values) -> bool:
+        return self._is_generic(node) and self._gives_its_shapes(node, values)
 
     def _is_generic(self, node: Node) -> bool:
         if isinstance(node.piece, Passed):

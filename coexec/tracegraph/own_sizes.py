@@ -77,7 +77,7 @@ class _Sizes:
         self.equal: dict[int, Size] = {}  # by number, what is the same before
         self.own: list[dict[int, Size | int]] = []  # of each node: what its symbols are
         self.nodes: list[Node] = []  # with these
-        self.before = _dominators(graph)
+        self.before = dominators(graph.edges, len(graph.nodes))
 
     def find(self) -> None:
         """Says for each node what its symbols are."""
@@ -221,13 +221,12 @@ def _kind(node: Node) -> tuple[object, ...]:
     return node.function, node.key, node.location, piece, sizes, targets
 
 
-def _dominators(graph: TraceGraph) -> list[int]:
-    """The nodes that every path to a node goes through, as bits."""
-    everything = (1 << len(graph.nodes)) - 1
-    found = [everything] * len(graph.nodes)
-    for source in sorted(graph.edges):  # ids are a topological order
+def dominators(edges: Mapping[int, Sequence[int]], nodes: int) -> list[int]:
+    """The nodes that every path to a node goes through, as bits; the node itself is not one of them."""
+    found = [(1 << nodes) - 1] * nodes
+    for source in sorted(edges):  # ids are a topological order
         through = 0 if source == START else found[source] | 1 << source
-        for target in graph.edges[source]:
+        for target in edges[source]:
             if target != END:
                 found[target] &= through
     return found

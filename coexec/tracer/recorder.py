@@ -523,10 +523,9 @@ class Recorder(OwnMode, TorchDispatchMode):
 
     def _rebinds(self, p: _Prepared, outputs: list[torch.Tensor]) -> list[tuple[int, int]]:
         rebinds = []
-        before = zip(p.tensors, p.metas, p.storages, p.histories, strict=True)
-        for index, (tensor, meta, storage, history) in enumerate(before):
-            now = (calls.meta_of(tensor), storage_id(tensor), _history(tensor))
-            if now == (meta, storage, history):
+        before = zip(p.metas, p.storages, p.histories, p.edges, strict=True)
+        for index, (tensor, then) in enumerate(zip(p.tensors, before, strict=True)):
+            if then == (calls.meta_of(tensor), storage_id(tensor), _history(tensor), edge_of(tensor)):
                 continue
             if isinstance(p.inputs[index], External):
                 raise Untraceable("CX0108", f"{self._name()} changes an external tensor's attributes")

@@ -432,7 +432,9 @@ def test_optimizers_on_lists_of_tensors_with_rates_that_change(name):
 
     [report] = coexec.explain().programs
     assert report.steps["co-execution"] >= 4, report.summary()
-    assert [block.executor for block in report.blocks] == ["inductor", at_the_commit]
+    executors = [block.executor for block in report.blocks]
+    assert executors[0] == "inductor"
+    assert executors[-1] == at_the_commit, report.summary()
 
 
 def test_a_compiler_that_fails_in_any_way_leaves_the_program_to_aten(monkeypatch, tmp_path):

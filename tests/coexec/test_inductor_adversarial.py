@@ -104,7 +104,7 @@ def test_memory_with_several_names_stays_one_memory_across_libraries(compute):
                 seen.append(y.item())
         return seen
 
-    reports_of(run, {SHARED[compute]})
+    reports_of(run, SHARED[compute])
 
 
 NOTHING = {
