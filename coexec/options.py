@@ -33,7 +33,8 @@ class Options:
         background: whether a program goes on with `aten` while another process compiles blocks for
             `inductor`; if not, it waits. Blocks that are on disk already are used at once.
         check: whether the verifiers run after every step that makes a structure.
-        max_traces: traces of one program after which it runs call by call for good (at least 2).
+        max_traces: traces of one program that are merged (at least 2). With so many, what is new falls back
+            and is not learned; where nothing has been co-executed by then, the program runs call by call.
     """
 
     executor: Executor = "aten"

@@ -177,8 +177,8 @@ class ProgramState:
 
     # --- transitions ---
 
-    def traced(self, trace: Trace | None, why: Cause | None) -> None:
-        """Takes in an iteration of the tracing phase (or one that fell back)."""
+    def traced(self, trace: Trace | None, why: Cause | None, *, fell_back: bool = False) -> None:
+        """Takes in an iteration of the tracing phase, or one that fell back from co-execution."""
         if trace is None:
             self._untraceable(why)
             return
@@ -197,10 +197,11 @@ class ProgramState:
             apart != self._apart
         )  # updates are other events from here on, so that earlier traces cover less
         self._apart = apart
-        self.uncovered = 0 if covered or anew else self.uncovered + (not self._recombines)
+        converges = self.in_pieces and self._recombines
+        self.uncovered = 0 if covered or anew else self.uncovered + (not converges)
         if covered:
             self._enter_coexecution()
-        elif len(self.traces) >= self.options.max_traces:
+        elif len(self.traces) >= self.options.max_traces and not fell_back:
             self.give_up(cause("CX0116", f"{len(self.traces)} traces", self.key))
         elif self.phase is Phase.DYNAMIC or self.uncovered >= PATIENCE:
             self._go_dynamic(cause("CX0116", f"{self.uncovered} in a row that were new", self.key))
@@ -221,9 +222,7 @@ class ProgramState:
                 self.in_pieces, self.uncovered = True, 0
                 self.traces, before, merged = apart, without, whole
                 covered = _shape(before) == _shape(merged)
-        self._recombines = (
-            self.in_pieces and before is not None and _recombines(before, merged, self.traces[-1])
-        )
+        self._recombines = before is not None and _recombines(before, merged, self.traces[-1])
         self._merge_s, self._dynamic_s = time.perf_counter() - began, 0.0
         if self.options.check:
             verify_graph(merged)
@@ -240,12 +239,14 @@ class ProgramState:
         self.note(why)
         self._remember(fell_back=True)
         forgiven = False
-        if trace is not None:
+        if trace is not None and len(self.traces) >= self.options.max_traces:
+            pass  # the graph serves as well as before, and learns no more
+        elif trace is not None:
             self._move_to(Phase.TRACING)
             self.uncovered = 0
             before, narrowed = self.graph, self._narrowed and not self.compiling
             self._returns = self._returns or narrowed
-            self.traced(trace, None)
+            self.traced(trace, None, fell_back=True)
             learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
             self._in_row += 1
             forgiven = learned or narrowed or (self._recombines and self._in_row <= MAX_IN_ROW)

@@ -285,10 +285,16 @@ def _symbolic_pieces(
                 waiting += with_equal_small_numbers(pairs, chosen)
                 continue
             for i, pair in zip(chosen, symbolic, strict=True):
-                call_alone = alike.made(same[i][0][0])
-                if pair.events[0] == replace(call_alone, sources=pair.events[0].sources):
+                if _is_same(pair.events[0], alike.made(same[i][0][0])):
                     found |= {(alike.calls[m].trace, event): pair.events[1] for m, event in same[i]}
     return found
+
+
+def _is_same(event: Event, other: Event) -> bool:
+    """Whether two events have the same expressions, whatever tensors they are applied to."""
+    others = zip(event.outputs, other.outputs, strict=True)
+    outputs = tuple([replace(its, kept=mine.kept, uid=mine.uid) for mine, its in others])
+    return event == replace(other, sources=event.sources, outputs=outputs)
 
 
 def _with_piece(trace: Trace, call: int, piece: int) -> Trace:

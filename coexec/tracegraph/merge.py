@@ -57,6 +57,7 @@ from coexec.tracegraph.trace import (
     Operation,
     Produced,
     Source,
+    TensorMeta,
     Trace,
     takes_one_value_twice,
 )
@@ -112,7 +113,7 @@ def merge(traces: Sequence[Trace], looks: Looks | None = None, *, guess: bool = 
                 graph = closed(graph)
             if isinstance(general, Generalized):
                 return replace(graph, seen=_seen(graph, builder, general))
-            return with_own_sizes(graph, _by_node(builder, general))
+            return with_own_sizes(graph, _by_node(builder, general), _captured_metas(graph, traces))
         captured -= conflicting
         path_dependent |= builder.ambiguous
 
@@ -165,6 +166,16 @@ def _seen(graph: TraceGraph, builder: _Builder, general: Generalized) -> dict[in
             values = frozenset(tuple([of_trace.get(s, UNKNOWN) for s in every]) for of_trace in here)
             found[node.id] = Seen(tuple(map(symbol, every)), values, here[0] if here else {})
     return found
+
+
+def _captured_metas(graph: TraceGraph, traces: Sequence[Trace]) -> dict[Captured, TensorMeta]:
+    """The metadata of captured tensors that have the same in all traces."""
+    found: dict[int, set[TensorMeta]] = defaultdict(set)
+    for external in (e for trace in traces for e in trace.externals):
+        found[external.uid].add(external.meta)
+    return {
+        Captured(i): next(iter(found[uid])) for i, uid in enumerate(graph.captured) if len(found[uid]) == 1
+    }
 
 
 def _by_node(builder: _Builder, general: GeneralCalls) -> list[dict[int, dict[int, int]]]:

@@ -19,6 +19,7 @@ from coexec.tracegraph.following import argument_of_before
 from coexec.tracegraph.graph import (
     END,
     START,
+    Captured,
     Fed,
     Node,
     NodeBinding,
@@ -38,16 +39,17 @@ Values = Sequence[Mapping[int, Mapping[int, int]]]
 _ROUNDS = 20
 
 
-def with_own_sizes(graph: TraceGraph, values: Values) -> TraceGraph:
+def with_own_sizes(graph: TraceGraph, values: Values, captured: Mapping[Captured, TensorMeta]) -> TraceGraph:
     """The graph with symbols for each node, of which some are sizes of earlier nodes.
 
     Args:
         graph: nodes of the same kind have the same symbols.
         values: those of the symbols in each trace, by node.
+        captured: the metadata of captured tensors that have no other in any trace.
     """
     if not any(values):
         return graph
-    sizes = _Sizes(graph, values)
+    sizes = _Sizes(graph, values, captured)
     sizes.find()
     for _ in range(_ROUNDS):
         if not sizes.equate():
@@ -66,9 +68,10 @@ class _Shown:
 
 
 class _Sizes:
-    def __init__(self, graph: TraceGraph, values: Values) -> None:
+    def __init__(self, graph: TraceGraph, values: Values, captured: Mapping[Captured, TensorMeta]) -> None:
         self.graph = graph
         self.values = values
+        self.captured = captured
         self.owner = {n.id: n.piece.of if isinstance(n.piece, Passed) else n.id for n in graph.nodes}
         self.symbols = [sorted(_symbols(n)) for n in graph.nodes]
         self.shown = [_shown(n) for n in graph.nodes]
@@ -116,6 +119,8 @@ class _Sizes:
             return _sizes(meta, place.what)[place.dimension]
         if isinstance(binding, Fed) and binding.node < node.id:
             return _size(self.nodes[binding.node].key, binding.argument, place)
+        if isinstance(binding, Captured) and binding in self.captured:
+            return _sizes(self.captured[binding], place.what)[place.dimension]
         return None
 
     # --- equal sizes ---

@@ -82,7 +82,7 @@ RANDOM_STATE = -1  # stands for the default generators' state among memory
 
 
 class SharedShadow(Exception):
-    """External tensors that may share memory would need shadows (reason CX0115)."""
+    """External tensors that may share memory, or whose size is not known yet, would need shadows (CX0115)."""
 
 
 def lower(graph: TraceGraph, *, defer: bool = True, compiled: bool = False) -> Program:
@@ -493,6 +493,9 @@ class _Lowering:
             metas = [self.register_metas.get(r) for r in emitted.uses | emitted.defines]
             return all(m is not None and _numel(m) <= TINY for m in metas)
 
+        def waits(emitted: _Emitted) -> bool:
+            return isinstance(emitted.instruction, Call) and varies(emitted.instruction.args)
+
         movable = [
             Movable(
                 access,
@@ -500,6 +503,7 @@ class _Lowering:
                 and not emitted.random
                 and not at_commit(emitted.instruction)
                 and isinstance(emitted.instruction, (Call, Fetch))
+                and not waits(emitted)
                 and tiny(emitted),
                 fetch=isinstance(emitted.instruction, Fetch),
             )
@@ -636,6 +640,8 @@ class _Lowering:
             for position in bound_at.get(register, ()):
                 groups[position] += pair
             if register not in bound_at:
+                if self.register_metas[register].is_symbolic:
+                    raise SharedShadow  # Python says only later how large it is
                 prologue += pair
         for position in hoisted:
             prologue.append(rows[position])

@@ -191,6 +191,44 @@ def test_small_sizes_in_loops_do_what_eager_does(compared, rows):
     compared(square, step, 40)
 
 
+def test_sizes_of_parameters_are_known_before_python_comes_to_them(compared, monkeypatch):
+    """A loop over gradients is one place with other sizes in each round, and a value is looked at before it."""
+    monkeypatch.setattr(coexec.program_state, "ALWAYS_IN_PIECES", True)
+
+    def make():
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6), nn.Linear(6, 3))
+        return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), log=[])
+
+    def step(s, k, tape):
+        x = torch.randn(2 + k % 3, 4)
+        with tape():
+            s.log.append(x.mean().item())
+            loss = s.model(x).square().mean()
+            s.optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            s.optimizer.step()
+
+    compared(make, step, 12)
+
+
+def test_a_tensor_that_is_resized_and_written_to_is_not_waited_for():
+    """Its copy would be made before Python says how large it is."""
+
+    def make():
+        return SimpleNamespace(model=nn.Linear(4, 3), memory=torch.zeros(4), log=[])
+
+    def step(s, k, tape):
+        s.memory.resize_([4, 5, 6, 7][k % 4]).fill_(k)
+        x = torch.randn(2, 4)
+        with tape(), torch.no_grad():
+            s.log.append(x.mean().item())
+            s.memory.add_(1.0)
+            s.log.append(s.memory.sum().item())
+            s.memory.mul_(0.5)
+
+    compare(make, step, 16)
+
+
 # --- expressions and graphs -----------------------------------------------------------------------------
 
 SYMBOLS = st.integers(0, 3)

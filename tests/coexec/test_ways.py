@@ -215,3 +215,22 @@ def test_an_exception_of_the_program_does_not_bring_ways_back():
 
     assert coexecuted(report)
     assert blocks(report) == blocks(run(lambda k: False))
+
+
+def test_a_graph_that_has_all_traces_it_may_have_goes_on_serving(monkeypatch):
+    """What is new then falls back, and what is known is co-executed as before."""
+    monkeypatch.setattr(coexec.options, "max_traces", 4)
+
+    def step(s, k, tape):
+        x = torch.randn(2, 4)
+        with tape():
+            y = s.model(x)
+            for _ in range(k // 8 if k % 8 == 7 else 0):
+                y = y + 1  # rarely, and as often as never before
+            train(s, y.square().mean())
+
+    report = compare(linear, step, 64)
+
+    assert report.phase == "co-execution", report.summary()
+    assert report.traces == 4
+    assert report.steps["co-execution"] >= 48, report.summary()
