@@ -315,7 +315,7 @@ class ProgramState:
         why = cause("CX0004", "a tensor that every trace used no longer exists", self.key)
         self.note(why)
         self._move_to(Phase.TRACING)
-        self.traces, self.skeleton = [], None
+        self.traces, self._looks, self.skeleton = [], Looks(), None
         self._take_graph(None)
         self.lost += 1
         if self.lost > MAX_LOST:
@@ -376,14 +376,14 @@ class ProgramState:
         if core is not None:
             self._retry_after = LAST_RETRY
             self._go_dynamic(why)
-            self.traces = []
+            self.traces, self._looks = [], Looks()
             self._take_graph(None)
             return
         log.warning("coexec leaves %s to eager execution: %s. %s", self.key, why, why.reason.hint)
         self.eager_cause = why
         self.stop_compiling()
         self._move_to(Phase.EAGER)
-        self.traces, self.skeleton = [], None
+        self.traces, self._looks, self.skeleton = [], Looks(), None
 
     def _untraceable(self, why: Cause | None) -> None:
         if why is None:

@@ -56,7 +56,11 @@ class Pieces:
         self._memory: dict[Target, Hashable] = {}
         self._tokens: dict[Target, Token] = {}  # of leaves
         self._passed: set[int] = set()
-        self._steps: list[tuple[Node, int, list[Token]]] = []
+        self._steps: list[tuple[Node, int, list[Token], Sizes]] = []
+        self._sizes = self._new_sizes()  # as the latest piece that fitted has shown them
+
+    def _new_sizes(self) -> Sizes:
+        return Sizes(self._runner.graph_runner, self._graph.symbols)
 
     def refused(self) -> tuple[str, str] | None:
         """Finds the pieces; returns a reason if the graph does not have one of them."""
@@ -70,7 +74,7 @@ class Pieces:
         except Mismatch as mismatch:
             return mismatch.id, mismatch.detail
         if len(passes) < MAX_PASSES:
-            passes[key] = tuple([(node, index) for node, index, _ in self._steps])
+            passes[key] = tuple([(node, index) for node, index, _, _ in self._steps])
         return None
 
     def _repeats(self, known: Sequence[tuple[Node, int]]) -> bool:
@@ -97,7 +101,7 @@ class Pieces:
             else:
                 assert isinstance(node.piece, Passed)
                 self._passed.add(node.piece.of)
-            steps.append((node, index, tokens))
+            steps.append((node, index, tokens, self._sizes))
         self._steps = steps
         return True
 
@@ -137,7 +141,8 @@ class Pieces:
         runner = self._runner
         assert isinstance(self._begin.piece, Begun)
         found = runner.iteration.pieces.setdefault(self._begin.id, [])
-        for node, index, tokens in self._steps:
+        for node, index, tokens, sizes in self._steps:
+            sizes.keep()
             if isinstance(node.piece, Reached):
                 runner.go_to(node, index, tokens, ())
                 runner.results(node, [], tokens)
@@ -210,7 +215,7 @@ class Pieces:
             self._runner.catch_up()  # the gradient that it has may come from the iteration before
 
     def _take(self, node: Node, index: int, tokens: list[Token]) -> None:
-        self._steps.append((node, index, tokens))
+        self._steps.append((node, index, tokens, self._sizes))
         self._at = node.id
 
     # --- matching ---
@@ -234,7 +239,7 @@ class Pieces:
     def _may_run(self, node: Node, alternative: Alternative) -> bool:
         """Whether a node does what it says for the numbers and the sizes of this iteration."""
         runner = self._runner
-        sizes = Sizes(runner.graph_runner, self._graph.symbols)
+        self._sizes = sizes = self._new_sizes()
         key: Any = node.key
         for binding, meta in zip(alternative.bindings, key[2], strict=False):
             if isinstance(binding, Produced):

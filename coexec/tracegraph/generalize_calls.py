@@ -81,7 +81,7 @@ class Looks:
         starts = [None if e is None else trace.externals[e].meta.offset for e in outside]
         outline = (alone(event), tuple([e is not None for e in outside]))
         numbers = (
-            tuple([(n.__class__, n) for _, n in numbers_in(event)]),
+            tuple([n if n.__class__ is int else repr(n) for _, n in numbers_in(event)]),  # -0.0 is not 0.0
             tuple([(o.meta.offset, o.kept) for o in event.outputs]),
             tuple(starts),
         )

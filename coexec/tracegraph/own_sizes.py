@@ -81,6 +81,7 @@ class _Sizes:
         self.own: list[dict[int, Size | int]] = []  # of each node: what its symbols are
         self.nodes: list[Node] = []  # with these
         self.before = dominators(graph.edges, len(graph.nodes))
+        self.in_traces: list[dict[int, int]] = []  # by number, the values in each trace
 
     def find(self) -> None:
         """Says for each node what its symbols are."""
@@ -92,6 +93,8 @@ class _Sizes:
                 own = {s: self._symbol(node, s) for s in self.symbols[node.id]}
             self.own.append(own)
             self.nodes.append(_substituted(node, own) if own else node)
+        places = list(enumerate(self.numbers))
+        self.in_traces = [{i: of[n][s] for i, (n, s) in places if n in of} for of in self.values]
 
     def _symbol(self, node: Node, symbol: int) -> Size | int:
         places = self.shown[node.id].get(symbol, ())
@@ -149,20 +152,10 @@ class _Sizes:
         before = self.before[self.owners[number]]  # without the owner
         if not all(before >> self.owners[s] & 1 for s in symbols_in(other)):
             return
-        pairs = zip(self._in_traces(size), self._in_traces(other), strict=True)
-        known = [(a, b) for a, b in pairs if a is not None]
-        if known and all(a == b for a, b in known):
+        shown = [known for known in self.in_traces if number in known]
+        if shown and all(known[number] == value_of(other, known.get) for known in shown):
             others = {n: substituted(e, {number: other}) for n, e in self.equal.items()}
             self.equal = {n: e for n, e in others.items() if isinstance(e, Size)} | {number: other}
-
-    def _in_traces(self, size: Size | int) -> list[int | None]:
-        """What an expression was in each trace."""
-        places = {number: place for place, number in self.numbers.items()}
-        found = []
-        for of_trace in self.values:
-            known = {i: of_trace[n].get(s) for i, (n, s) in places.items() if n in of_trace}
-            found.append(value_of(size, known.get))
-        return found
 
     # --- the end ---
 
@@ -171,17 +164,17 @@ class _Sizes:
         used = sorted({s for own in self.own for size in own.values() for s in symbols_in(size)})
         new = {old: i for i, old in enumerate(used)}
         renumber = {old: Size(((1, (i,)),)) for old, i in new.items()}
-        places = {number: place for place, number in self.numbers.items()}
+        places = list(self.numbers)
         own = [{s: substituted(size, renumber) for s, size in o.items()} for o in self.own]
         return replace(
             self.graph,
             nodes=tuple([_substituted(n, o) if o else n for n, o in zip(self.graph.nodes, own, strict=True)]),
             symbols=tuple([self.graph.symbols[places[old][1]] for old in used]),
-            seen=self._seen(own, [places[old] for old in used]),
+            seen=self._seen(own, [{new[i]: v for i, v in of.items() if i in new} for of in self.in_traces]),
         )
 
     def _seen(
-        self, own: Sequence[Mapping[int, Size | int]], places: Sequence[tuple[int, int]]
+        self, own: Sequence[Mapping[int, Size | int]], examples: Sequence[Mapping[int, int]]
     ) -> dict[int, Seen]:
         """For each node with symbols the values that these had, in all nodes of the same kind."""
         combinations: dict[object, set[tuple[int, ...]]] = {}
@@ -193,10 +186,6 @@ class _Sizes:
                 here = [of_trace[node.id] for of_trace in self.values if node.id in of_trace]
                 values = {tuple([of_event[s] for s in watched[node.id]]) for of_event in here}
                 combinations.setdefault(kind, set()).update(values)
-        examples = [
-            {i: of_trace[n][s] for i, (n, s) in enumerate(places) if n in of_trace}
-            for of_trace in self.values
-        ]
         fixed = {
             n.id: Seen(
                 sizes=tuple([own[n.id][s] for s, _ in at_of(n.piece)]),

@@ -192,7 +192,7 @@ def test_small_sizes_in_loops_do_what_eager_does(compared, rows):
 
 
 def test_sizes_of_parameters_are_known_before_python_comes_to_them(compared, monkeypatch):
-    """A loop over gradients is one place with other sizes in each round, and a value is looked at before it."""
+    """A loop over gradients has other sizes in each round, and a value is looked at before it."""
     monkeypatch.setattr(coexec.program_state, "ALWAYS_IN_PIECES", True)
 
     def make():
@@ -209,6 +209,34 @@ def test_sizes_of_parameters_are_known_before_python_comes_to_them(compared, mon
             s.optimizer.step()
 
     compared(make, step, 12)
+
+
+def test_gradients_of_inputs_have_sizes_that_their_leaves_show(compared, monkeypatch):
+    """Which call the gradient comes from differs, and nothing of the forward pass has it as an argument."""
+    monkeypatch.setattr(coexec.program_state, "ALWAYS_IN_PIECES", True)
+
+    def step(s, k, tape):
+        x = torch.randn(2 + k % 4, 4, requires_grad=True)
+        with tape():
+            y = s.model(x) if k % 3 else x * 2
+            y.square().mean().backward()
+            s.log.append(x.grad.sum().item())
+
+    compared(lambda: SimpleNamespace(model=nn.Linear(4, 4), log=[]), step, 24)
+
+
+def test_calls_of_equal_sizes_keep_the_sign_of_their_zeros(compared, monkeypatch):
+    monkeypatch.setattr(coexec.program_state, "ALWAYS_IN_PIECES", True)
+
+    def step(s, k, tape):
+        rows, zero = 2 + k % 3, (0.0, -0.0)[k % 2]
+        x = torch.ones(8, 4)
+        with tape():
+            y = s.model(x[:rows])
+            y.mean().backward()
+            s.kept = x[:rows] * zero
+
+    compared(lambda: SimpleNamespace(model=nn.Linear(4, 4), kept=None), step, 18)
 
 
 def test_a_tensor_that_is_resized_and_written_to_is_not_waited_for():

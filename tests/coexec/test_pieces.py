@@ -402,9 +402,9 @@ def traces(monkeypatch):
     found = []
     original = coexec.program_state.ProgramState.traced
 
-    def traced(self, trace, why):
+    def traced(self, trace, why, **options):
         found.append(trace)
-        original(self, trace, why)
+        original(self, trace, why, **options)
 
     monkeypatch.setattr(coexec.program_state.ProgramState, "traced", traced)
     return found
