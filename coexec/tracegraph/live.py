@@ -10,7 +10,7 @@ only did at its beginning would part its blocks for ever.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -77,11 +77,12 @@ def live(
         }
         after = reachable(edges, START)
         between = (after & reachable(turned_around(edges), END)) - {START, END}
+        before = _before(edges, between)
         alternatives = {
             i: tuple(
                 a
                 for a in graph.nodes[i].alternatives
-                if _possible(a, between) and _is_taken(graph.nodes[i], a, bound)
+                if _possible(a, before[i] | 1 << i) and _is_taken(graph.nodes[i], a, bound)
             )
             for i in between
         }
@@ -103,11 +104,23 @@ def live(
     return replace(graph, nodes=nodes, edges=kept_edges)
 
 
-def _possible(alternative: Alternative, alive: set[int]) -> bool:
+def _before(edges: Mapping[int, Collection[int]], between: Collection[int]) -> dict[int, int]:
+    """The nodes on paths to each node, as bits; ids are a topological order."""
+    before = dict.fromkeys(between, 0)
+    for source in sorted(between):
+        for target in edges[source]:
+            if target in before:
+                before[target] |= before[source] | 1 << source
+    return before
+
+
+def _possible(alternative: Alternative, before: int) -> bool:
+    """Whether what an alternative takes may have run before: a way there may have gone with other nodes."""
     nodes = {b.event for b in alternative.bindings if isinstance(b, Produced)}
     nodes |= {b.node for b in alternative.bindings if isinstance(b, Fed)}
     nodes |= {s.event for s in alternative.sources if isinstance(s, (Computed, Produced))}
-    return nodes <= alive and (alternative.path is None or set(map(node_of, alternative.path)) <= alive)
+    nodes |= set(map(node_of, alternative.path or ()))
+    return all(before >> n & 1 for n in nodes)
 
 
 def _is_taken(node: Node, alternative: Alternative, bound: Collection[Bound] | None) -> bool:

@@ -155,7 +155,7 @@ def _line(node: Node, representative: dict[int, int], where: Describe) -> str:
     )
     arguments = []
     key: Any = node.key
-    for column, meta in zip(columns, key[2], strict=True):
+    for column, meta in zip(columns, key[2], strict=bool(node.alternatives)):
         shape = f"[{', '.join(map(str, meta.shape))}]" if varies(meta.shape) else ""
         names = [_binding(b, representative) + (shape if isinstance(b, Fed) else "") for b in column]
         arguments.append("|".join(dict.fromkeys(names)))

@@ -101,6 +101,35 @@ def test_a_program_that_always_takes_one_path_has_its_backward_pass_in_one_piece
     assert sum(n.backward for n in state.graph.nodes) == 1
 
 
+def test_alternatives_go_with_the_ways_that_led_to_them(compared, monkeypatch):
+    """The way from a guessed argument's maker went through nodes of the optimizer's first step."""
+    monkeypatch.setattr(coexec.program_state, "ALWAYS_IN_PIECES", True)
+
+    def make():
+        layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01, amsgrad=True, foreach=True)
+        return SimpleNamespace(model=layers, optimizer=optimizer, chance=random.Random(0))
+
+    def step(s, k, tape):
+        x = torch.randn(4, 3)
+
+        def block():
+            h = x
+            for layer in s.model:
+                if s.chance.random() < 0.7:
+                    h = h + layer(h).tanh()
+            loss = (x + h).square().mean()
+            s.optimizer.zero_grad(set_to_none=False)
+            if loss.requires_grad:
+                loss.backward()
+            s.optimizer.step()
+
+        with tape():
+            block()
+
+    compared(make, step, 16)
+
+
 # --- what eager execution does, on paths that no trace had ----------------------------------------------
 
 
