@@ -65,6 +65,8 @@ NARROW_AFTER, MAX_WAYS = 40, 8
 #: Forms of one backward pass before its pieces become events of their own, if these are not new each time:
 #: one of how many events of a trace may be.
 MAX_FORMS, ONE_NEW_IN = 2, 5
+#: Traces behind which sizes are symbols if whole traces differ in nothing else.
+SIZES_KNOWN = 3
 #: Fallbacks in a row that are no sign against a graph, if the traces add so little to it.
 MAX_IN_ROW = 12
 #: Whether they are from the first trace on: more can go wrong, and tests look for it.
@@ -214,7 +216,7 @@ class ProgramState:
         self.traces.append(in_pieces(trace) if self.in_pieces else trace)
         merged = merge(self.traces, self._looks)
         covered = merged.general or (before is not None and _shape(before) == _shape(merged))
-        if not covered and not self.in_pieces and forms_of_backward(merged) > MAX_FORMS:
+        if not covered and not self.in_pieces and self._comes_on_many_ways(merged):
             apart = [in_pieces(t) for t in self.traces]
             without, whole = (merge(traces, self._looks) for traces in (apart[:-1], apart))
             if _recombines(without, whole, apart[-1]):
@@ -228,6 +230,11 @@ class ProgramState:
             verify_graph(merged)
         self._take_graph(merged)
         return covered
+
+    def _comes_on_many_ways(self, graph: TraceGraph) -> bool:
+        """Whether a backward pass does; where sizes are what differs, they may become symbols first."""
+        with_sizes = len(self.traces) > SIZES_KNOWN
+        return forms_of_backward(graph, with_sizes=with_sizes) > MAX_FORMS
 
     def _take_graph(self, graph: TraceGraph | None) -> None:
         self.graph = graph

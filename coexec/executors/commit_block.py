@@ -8,7 +8,7 @@ A library returns memory of its own, so a view that one library makes is no view
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from coexec.executors.aliases import views_in, written_by
 from coexec.tracegraph.instructions import reads, writes
@@ -43,6 +43,26 @@ def is_apart(program: Program) -> bool:
         if len(on_it) > 1 or (memory in external and not on_it <= {memory}):
             return False
     return True
+
+
+def behind(program: Program, uncompiled: Collection[int], views: Mapping[int, set[int]]) -> set[int]:
+    """The ids of calls put off that come after one which stays as it is; libraries come before these."""
+    found: set[int] = set()
+    made: set[int] = set()  # registers
+    changed: set[int] = set()  # memory, by the register that made it
+    looked_at: set[int] = set()
+    for call in program.instructions:
+        if not is_late(call) or not isinstance(call, Call):
+            continue
+        read = {m for r in reads(call) for m in views.get(r, {r})}
+        written = {m for r in written_by(call) for m in views.get(r, {r})}
+        depends = made.intersection(reads(call)) or read & changed or written & looked_at
+        if id(call) in uncompiled or depends:
+            found |= {id(call)} - set(uncompiled)
+            made |= set(writes(call))
+            changed |= written
+            looked_at |= read
+    return found
 
 
 def _in_blocks(program: Program) -> Iterator[tuple[int, Instruction]]:

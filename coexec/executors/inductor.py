@@ -26,7 +26,7 @@ from coexec.executors.aliases import (
     with_own_views,
 )
 from coexec.executors.blocks import Block, is_compiled, job_of, make_block
-from coexec.executors.commit_block import is_apart, is_late
+from coexec.executors.commit_block import behind, is_apart, is_late
 from coexec.executors.job import Job, Unsupported, compiled, kernel_parts, kernel_threads
 from coexec.executors.registers import Registers, registers_of
 from coexec.executors.sizes import before_late_symbols
@@ -128,7 +128,8 @@ def _blocks_apart(program: Program, registers: Registers) -> dict[int, _Pieces]:
     own: dict[int, Call] | None = None
     apart = _told_by_memory(program, views)
     while True:
-        uncompiled = _with_feeds(program, never | using(program, views, apart))
+        as_it_is = never | using(program, views, apart)
+        uncompiled = _with_feeds(program, as_it_is | behind(program, as_it_is, views))
         blocks = {
             first: _pieces(program.instructions[first:end], program, uncompiled).with_own_views(own or {})
             for first, end in program.blocks

@@ -21,7 +21,7 @@ from typing import Any
 
 from coexec.tracegraph import functions
 from coexec.tracegraph.calls import flat
-from coexec.tracegraph.graph import Node, NodeSource, TraceGraph, node_of
+from coexec.tracegraph.graph import Node, NodeSource, TraceGraph, node_of, step_of
 from coexec.tracegraph.tape import (
     OWN,
     BackwardOf,
@@ -69,19 +69,29 @@ def in_pieces(trace: Trace) -> Trace:
     return replace(trace, events=tuple(apart.events))
 
 
-def forms_of_backward(graph: TraceGraph) -> int:
+def forms_of_backward(graph: TraceGraph, *, with_sizes: bool) -> int:
     """On how many ways the same backward pass is in a graph, where it is on the most.
 
-    Other sizes on the same way are no other one.
+    Other sizes on the same way are no other one. Their values come from other nodes, though: with sizes, such
+    values make it another way.
     """
     forms: dict[Hashable, set[Hashable]] = defaultdict(set)
     for node in graph.nodes:
         if node.by_path and node.divisible:
             for alternative in node.alternatives:
-                steps = alternative.path or ()
-                way = tuple([(graph.nodes[node_of(s)].location, s - node_of(s)) for s in steps])
+                way = tuple([_place_of(graph, step, with_sizes) for step in alternative.path or ()])
                 forms[node.function, node.location].add(way)
     return max(map(len, forms.values()), default=0)
+
+
+def _place_of(graph: TraceGraph, step: int, with_sizes: bool) -> Hashable:
+    """Where a call stands, and what made its arguments, or where that stands."""
+    node = graph.nodes[node_of(step)]
+    if with_sizes:
+        return node.location, step - node.id
+    taken = next((a for a in node.alternatives if step_of(node.id, a.number) == step), None)
+    made = [b for b in (() if taken is None else taken.bindings) if isinstance(b, Produced)]
+    return node.location, tuple([(graph.nodes[b.event].location, b.output) for b in made])
 
 
 #: Arguments that a kernel does not read where it computes gradients for training.

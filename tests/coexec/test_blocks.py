@@ -14,7 +14,7 @@ from torch import nn
 import coexec
 from coexec._native import core
 from coexec.executors import inductor
-from tests.coexec.harness import compare, nothing, train
+from tests.coexec.harness import compare, linear, nothing, train
 from tests.coexec.uncompiled import library_of, use_graphs
 
 pytestmark = pytest.mark.skipif(core is None, reason="compiled blocks need the native module")
@@ -248,3 +248,22 @@ def test_what_keeps_kernel_threads_asleep_is_gone_when_no_iteration_runs():
     assert {b.executor for b in report.blocks} == {"inductor"}
     assert len(os.listdir("/proc/self/task")) < max(state.threads)
     assert step(state, 5, lambda: coexec.GradientTape(executor="inductor")) == [20.0]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_put_off_behind_a_place_that_varies_comes_behind_it(again):
+    """An item whose index varies is assigned as it is, behind the library of what else is put off."""
+
+    def make():
+        return SimpleNamespace(**vars(linear()), memory=torch.zeros(3))
+
+    def step(s, k, tape):
+        x = torch.randn(4, 4)
+        with tape():
+            s.memory.mul_(0.9)
+            s.memory[k % 3] = x.mean()
+            if again:
+                s.memory.add_(1.0)
+            train(s, s.model(x).square().mean())
+
+    assert "inductor" in ran_by(make, step)
