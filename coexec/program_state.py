@@ -68,7 +68,7 @@ MAX_FORMS, ONE_NEW_IN = 2, 5
 #: Traces behind which sizes are symbols if whole traces differ in nothing else.
 SIZES_KNOWN = 3
 #: Fallbacks in a row that are no sign against a graph, if the traces add so little to it.
-MAX_IN_ROW = 12
+MAX_IN_ROW = 24
 #: Whether they are from the first trace on: more can go wrong, and tests look for it.
 ALWAYS_IN_PIECES = False
 #: Lost captures before the dynamic phase.
@@ -233,7 +233,8 @@ class ProgramState:
 
     def _comes_on_many_ways(self, graph: TraceGraph) -> bool:
         """Whether a backward pass does; where sizes are what differs, they may become symbols first."""
-        with_sizes = len(self.traces) > SIZES_KNOWN
+        latest = {tuple([(e.location, len(e.operations)) for e in t.events]) for t in self.traces[-2:]}
+        with_sizes = len(self.traces) > SIZES_KNOWN or len(latest) > 1
         return forms_of_backward(graph, with_sizes=with_sizes) > MAX_FORMS
 
     def _take_graph(self, graph: TraceGraph | None) -> None:

@@ -584,11 +584,15 @@ class _Lowering:
     def _drop_dead(self, kept: set[int]) -> None:
         """Takes calls out whose results nobody reads and that write nothing; jumps stay where they are."""
         alive = set(kept)
+        numbers = set(self.numbers.values())
         for emitted in reversed(self.emitted):
             call = emitted.instruction
             if (
                 isinstance(call, Call)
-                and emitted.view  # what computes may fail, and eager execution would say so
+                # What computes may fail, and eager execution would say so; so may a place that varies.
+                and emitted.view
+                and not emitted.uses & numbers
+                and not varies(call.args)
                 and not emitted.writes
                 and not emitted.random
                 and not emitted.defines & alive

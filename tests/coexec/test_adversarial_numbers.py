@@ -347,3 +347,14 @@ def test_a_gradient_that_autograd_computes_otherwise_in_a_dispatch_mode_is_eager
             train(s, reduce(s.model(x)).mean())
 
     compare(linear, step, 10)
+
+
+def test_an_index_out_of_range_is_an_error_though_nobody_looks_at_the_item():
+    def step(s, k, tape):
+        x = torch.randn([12, 7, 9, 1, 10, 6, 8][k % 7], 4)
+        with tape():
+            train(s, s.model(x).square().mean())
+            with torch.no_grad():
+                x[(k + 1) % 2, 1]
+
+    compare(linear, step, 20)
