@@ -409,6 +409,7 @@ def test_tensors_that_a_program_drops_are_dropped(dynamic):
 
 def test_a_program_whose_paths_are_all_known_by_now_is_co_executed(monkeypatch):
     monkeypatch.setattr("coexec.program_state.MAX_FORMS", 64)  # backward passes stay whole
+    monkeypatch.setattr("coexec.program_state.MAX_IN_ROW", 0)  # each fallback counts
     monkeypatch.setattr("coexec.program_state.FIRST_RETRY", 2)
     monkeypatch.setattr("coexec.program_state.RETRY_COST", 0)
 

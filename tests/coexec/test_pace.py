@@ -93,6 +93,7 @@ def test_where_processors_are_few_the_graph_runner_starts_late_if_that_is_faster
 
 @pytest.mark.skipif(core is None, reason="the native core is not built")
 def test_a_program_goes_from_one_way_to_the_other_with_eagers_results(monkeypatch):
+    monkeypatch.setattr("coexec.program_state.MAX_IN_ROW", 0)  # each fallback counts
     monkeypatch.setattr(pace, "TIMED", 4)
     monkeypatch.setattr(pace, "TIMED_OTHER", 2)
     monkeypatch.setattr(pace, "FIRST_STAY", 3)
