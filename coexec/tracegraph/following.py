@@ -102,12 +102,28 @@ def same_choice(pairs: Sequence[tuple[NodeSource, Sequence[NodeSource]]]) -> int
 
 def argument_of_before(node: Node, nodes: Sequence[Node], argument: int) -> tuple[int, int] | None:
     """The node that decides about an argument of a node, and which of its arguments it is there."""
-    own = {a.after: a for a in node.alternatives}
-    if None in own or len(own) < 2:
+    if len(node.alternatives) < 2:
         return None
-    before = nodes[node_of(next(step for step in own if step is not None))]
-    theirs = {step_of(before.id, a.number): a for a in before.alternatives}
-    pairs = [(a, theirs[step]) for step, a in own.items() if step in theirs]
-    choices = [p for p in range(len(before.alternatives[0].bindings)) if pairs]
-    found = next((p for p in choices if all(a.bindings[argument] == b.bindings[p] for a, b in pairs)), None)
-    return None if found is None else (before.id, found)
+    found = pairs_with_before(node, nodes)
+    if found is None:
+        return None
+    before, pairs = found
+    positions = range(len(pairs[0][1].bindings))
+    same = next((p for p in positions if all(a.bindings[argument] == b.bindings[p] for a, b in pairs)), None)
+    return None if same is None else (before, same)
+
+
+def pairs_with_before(
+    node: Node, nodes: Sequence[Node]
+) -> tuple[int, list[tuple[Alternative, Alternative]]] | None:
+    """The node that decides which alternative is taken, and its alternatives with those that come after.
+
+    None if there is no such node, or if none of its alternatives is taken any more.
+    """
+    own = {a.after: a for a in node.alternatives if a.after is not None}
+    if not own:
+        return None
+    before = nodes[node_of(next(iter(own)))]
+    steps = ((step_of(before.id, a.number), a) for a in before.alternatives)
+    pairs = [(own[step], a) for step, a in steps if step in own]
+    return (before.id, pairs) if pairs else None

@@ -47,7 +47,7 @@ from coexec.tracegraph.optimizers import counts_of
 from coexec.tracegraph.order import Groups, in_order, turned_around
 from coexec.tracegraph.own_sizes import with_own_sizes
 from coexec.tracegraph.sizes import Size, symbol
-from coexec.tracegraph.tape import Passed, Piece
+from coexec.tracegraph.tape import Passed, Piece, at_of
 from coexec.tracegraph.trace import (
     Computed,
     Event,
@@ -536,11 +536,7 @@ def _may_be_same_call(a: _Draft, b: _Draft) -> bool:
     """
     if is_shaped_by_data(a.node) or is_shaped_by_data(b.node):
         return False
-    if (
-        isinstance(a.node.piece, Passed)
-        and isinstance(b.node.piece, Passed)
-        and a.node.piece.at != b.node.piece.at
-    ):
+    if at_of(a.node.piece) != at_of(b.node.piece):
         return False  # each has the sizes of its call
     ways = {(x.bindings, x.path) for x in a.alternatives}
     if ways.isdisjoint((x.bindings, x.path) for x in b.alternatives):

@@ -278,9 +278,8 @@ def _mapped(node: Node, size: Callable[[Any], Any]) -> Node:
     def meta(m: Any) -> Any:
         if m is None or not m.is_symbolic:
             return m
-        return replace(
-            m, shape=tuple(map(size, m.shape)), stride=tuple(map(size, m.stride)), offset=size(m.offset)
-        )
+        shape, stride = geometry((m.shape, m.stride))
+        return replace(m, shape=shape, stride=stride, offset=size(m.offset))
 
     def argument(a: Any) -> Any:
         if isinstance(a, tuple):
@@ -289,9 +288,7 @@ def _mapped(node: Node, size: Callable[[Any], Any]) -> Node:
 
     def operation(o: Operation) -> Operation:
         results = tuple([None if r is None else replace(r, meta=meta(r.meta)) for r in o.results])
-        existing = tuple(
-            [None if g is None else (tuple(map(size, g[0])), tuple(map(size, g[1]))) for g in o.existing]
-        )
+        existing = tuple([None if g is None else geometry(g) for g in o.existing])
         return replace(o, args=argument(o.args), results=results, existing=existing)
 
     def slot(s: NumberSlot) -> NumberSlot:

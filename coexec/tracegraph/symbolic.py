@@ -20,7 +20,7 @@ from coexec.tracegraph import functions
 from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
 from coexec.tracegraph.failing import may_fail
-from coexec.tracegraph.following import same_choice
+from coexec.tracegraph.following import pairs_with_before, same_choice
 from coexec.tracegraph.graph import (
     Captured,
     Fed,
@@ -33,7 +33,6 @@ from coexec.tracegraph.graph import (
     is_shaped_by_data,
     meta_of_source,
     node_of,
-    step_of,
 )
 from coexec.tracegraph.hazards import Access, schedule
 from coexec.tracegraph.hoist import TINY, Movable, early
@@ -269,21 +268,17 @@ class _Lowering:
 
     def _as_before(self, node: Node, feeds: tuple[tuple[int, ...], ...]) -> list[int] | None:
         """What a node reads whose arguments are those of an earlier node; None if it is not like that."""
-        alternatives = {a.after: a for a in node.alternatives if a.after is not None}
-        if not alternatives or len(set(feeds)) > 1:
+        found = pairs_with_before(node, self.graph.nodes)
+        if found is None or len(set(feeds)) > 1:
             return None
-        before = self.graph.nodes[node_of(next(iter(alternatives)))]
-        steps = ((step_of(before.id, a.number), a) for a in before.alternatives)
-        pairs = [(alternatives[step], a) for step, a in steps if step in alternatives]
-        if not pairs:
-            return None  # none of them is taken any more
+        before, pairs = found
         for argument in feeds[0]:
             self._feed(Fed(node.id, argument), node.location)
         registers = []
         for i, source in enumerate(pairs[0][0].sources):
             position = same_choice([(own.sources[i], theirs.sources) for own, theirs in pairs])
             assert position is not None  # see `following`
-            registers.append(self._source(source) if position < 0 else self.sources[before.id][position])
+            registers.append(self._source(source) if position < 0 else self.sources[before][position])
         return registers
 
     def _phi(self, node: Node, feeds: tuple[tuple[int, ...], ...]) -> list[int]:
