@@ -21,6 +21,7 @@ from types import CodeType
 
 import torch
 
+from coexec import collector
 from coexec._native import core
 from coexec.dynamic.table import Table
 from coexec.executors import compile_in_background, make_program
@@ -208,6 +209,7 @@ class ProgramState:
         elif self.phase is Phase.DYNAMIC or self.uncovered >= PATIENCE:
             self._go_dynamic(cause("CX0116", f"{self.uncovered} in a row that were new", self.key))
 
+    @collector.put_off()
     def _merge(self, trace: Trace) -> bool:
         """Merges a trace into the graph; returns whether the graph covered it already."""
         before = self.graph
@@ -407,6 +409,7 @@ class ProgramState:
         if self.phase is Phase.DYNAMIC:
             self._go_dynamic(why)
 
+    @collector.put_off()
     def _enter_coexecution(self) -> None:
         assert self.graph is not None
         began = time.perf_counter()

@@ -42,7 +42,7 @@ from coexec.tracegraph.graph import (
     step_of,
     symbols_of,
 )
-from coexec.tracegraph.numbers import same_number, same_sizes, unify, unify_slots, unused, varying
+from coexec.tracegraph.numbers import are_those, same_number, same_sizes, unify, unify_slots, unused, varying
 from coexec.tracegraph.optimizers import counts_of
 from coexec.tracegraph.order import Groups, in_order, turned_around
 from coexec.tracegraph.own_sizes import with_own_sizes
@@ -55,6 +55,7 @@ from coexec.tracegraph.trace import (
     Input,
     Number,
     Operation,
+    Output,
     Produced,
     Source,
     TensorMeta,
@@ -194,9 +195,28 @@ class _Kind(NamedTuple):
     has a backward pass of its own, and each parameter its updates.
     """
 
-    identity: tuple[object, ...]
+    identity: int  #: a number for it
     of: int | None = None
     own: tuple[int, ...] = ()
+
+
+class _Identities:
+    """Numbers for identities, which are long and often compared."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._all: list[tuple[object, ...]] = []
+
+    def number(self, identity: tuple[object, ...]) -> int:
+        """The number of an identity."""
+        number = self._numbers.setdefault(identity, len(self._all))
+        if number == len(self._all):
+            self._all.append(identity)
+        return number
+
+    def of(self, number: int) -> tuple[object, ...]:
+        """The identity with a number."""
+        return self._all[number]
 
 
 @dataclass
@@ -221,9 +241,10 @@ class _Builder:
         repeated: frozenset[tuple[object, ...]],
     ) -> None:
         self.apart = apart  # whether backward passes are in pieces
-        self.repeated = repeated  # events that are in loops, if they are
         self.captured_uids = captured_uids
-        self.path_dependent = path_dependent
+        self.identities = _Identities()
+        self.repeated = {self.identities.number(i) for i in repeated}  # events that are in loops, if they are
+        self.path_dependent = {self.identities.number(i) for i in path_dependent}
         self.ambiguous: set[tuple[object, ...]] = set()  # events whose arguments do not say what they read
         self.captured: dict[int, int] = {}  # uid -> index
         self.drafts: list[_Draft] = []
@@ -232,6 +253,7 @@ class _Builder:
         self.by_kind: dict[_Kind, list[int]] = defaultdict(list)
         self.shared: Groups[Captured | Fed] = Groups()
         self.steps: list[int] = []  # of the trace that is being added, so far
+        self.on_path: set[int] = set()  # its nodes
         self.paths: list[list[int]] = []  # the steps of each trace
         self.new_id: dict[int, int] = {}  # of each node, when they are in order
 
@@ -241,10 +263,12 @@ class _Builder:
         latest = START
         path: list[int] = []  # node of each event so far
         self.steps = []
+        self.on_path = set()
         external_refs: dict[int, Captured | Fed] = {}
         for event in trace.events:
             latest = self._match(event, latest, path, trace, external_refs)
             path.append(latest)
+            self.on_path.add(latest)
         self.paths.append(self.steps)
         self._connect(latest, END)
         self._share(trace, external_refs)
@@ -253,13 +277,12 @@ class _Builder:
         self, event: Event, latest: int, path: list[int], trace: Trace, refs: dict[int, Captured | Fed]
     ) -> int:
         children = [c for c in self.children[latest] if c != END]
-        on_path = set(path)
         kind = self._kind(event, path, trace)
         for candidate in children:
             if self.drafts[candidate].kind == kind and self._merge_into(candidate, event, path, trace, refs):
                 return candidate
         for candidate in self.by_kind[kind]:
-            if candidate in children or candidate in on_path or self.ancestors[latest] >> candidate & 1:
+            if candidate in children or candidate in self.on_path or self.ancestors[latest] >> candidate & 1:
                 continue
             if not self._continues(candidate, event, path):
                 continue
@@ -301,7 +324,7 @@ class _Builder:
         if node.function in functions.INDEXING and unused(own, operations):
             return False
         tried = dict(refs)
-        alternative = self._alternative(candidate, event, path, trace, tried)
+        alternative = self._alternative(draft.kind, candidate, event, path, trace, tried)
         position = next(
             (
                 i
@@ -312,8 +335,8 @@ class _Builder:
         )
         if position < len(draft.alternatives):
             if draft.alternatives[position].sources != alternative.sources:
-                if not own:  # numbers tell them apart
-                    self.ambiguous |= {_identity(event)} - self.path_dependent
+                if not own and draft.kind.identity not in self.path_dependent:  # else numbers tell them apart
+                    self.ambiguous.add(self.identities.of(draft.kind.identity))
                 return False
         else:
             draft.alternatives.append(alternative)
@@ -321,21 +344,18 @@ class _Builder:
         self.steps.append(step_of(candidate, position))
         draft.seen[position].append(_numbers_on(event, path, trace))
         refs.update(tried)
-        numbers = unify_slots(node.numbers, event.numbers)
-        outputs = tuple(
-            replace(a, kept=a.kept or b.kept) for a, b in zip(node.outputs, event.outputs, strict=True)
-        )
-        draft.node = replace(node, operations=operations, numbers=numbers, outputs=outputs)
+        draft.node = _with(node, operations, unify_slots(node.numbers, event.numbers), event.outputs)
         return True
 
     def _kind(self, event: Event, path: list[int], trace: Trace) -> _Kind:
+        identity = self.identities.number(_identity(event))
         if not self.apart:
-            return _Kind(_identity(event))
+            return _Kind(identity)
         of = path[event.piece.of] if isinstance(event.piece, Passed) else None
         externals = [trace.externals[b.index] for b in event.inputs if isinstance(b, External)]
         counts = event.function is counts_of
         own = [e.uid for e in externals if (e.parameter or counts) and e.uid in self.captured_uids]
-        return _Kind(_identity(event), of, tuple(own))
+        return _Kind(identity, of, tuple(own))
 
     def _create(
         self,
@@ -368,7 +388,7 @@ class _Builder:
             divisible=event.passages is not None,
         )
         self.drafts.append(_Draft(node, kind))
-        self.drafts[id_].alternatives.append(self._alternative(id_, event, path, trace, refs))
+        self.drafts[id_].alternatives.append(self._alternative(kind, id_, event, path, trace, refs))
         self.steps.append(step_of(id_, 0))
         self.drafts[id_].seen.append([_numbers_on(event, path, trace)])
         self.by_kind[kind].append(id_)
@@ -392,7 +412,13 @@ class _Builder:
     # --- references ---
 
     def _alternative(
-        self, id_: int, event: Event, path: list[int], trace: Trace, refs: dict[int, Captured | Fed]
+        self,
+        kind: _Kind,
+        id_: int,
+        event: Event,
+        path: list[int],
+        trace: Trace,
+        refs: dict[int, Captured | Fed],
     ) -> Alternative:
         bindings: list[NodeBinding] = []
         for argument, binding in enumerate(event.inputs):
@@ -404,7 +430,7 @@ class _Builder:
                 bindings.append(None)
         passed_on = {} if event.by_path else _passed_on(event, trace)
         sources = tuple(self._source(passed_on.get(s, s), path, refs) for s in event.sources)
-        by_path = event.by_path or _identity(event) in self.path_dependent
+        by_path = event.by_path or kind.identity in self.path_dependent
         return Alternative(tuple(bindings), sources, tuple(self.steps) if by_path else None)
 
     def _external(
@@ -448,7 +474,7 @@ class _Builder:
                 alike[draft.kind].append(draft)
             for kind, drafts in alike.items():
                 if any(_may_be_same_call(a, b) for a, b in itertools.combinations(drafts, 2)):
-                    found.add(kind.identity)
+                    found.add(self.identities.of(kind.identity))
         return found
 
     def conflicting_captures(self) -> set[int]:
@@ -516,6 +542,9 @@ def _passed_on(event: Event, trace: Trace) -> dict[Source, Produced]:
     """
     passed: dict[Source, Produced] = {}
     direct: set[Source] = set()
+    produced = [b for b in event.inputs if isinstance(b, Produced)]
+    if not any(isinstance(trace.events[b.event].outputs[b.output].value, Input) for b in produced):
+        return passed
     for binding in event.inputs:
         if isinstance(binding, External):
             direct.add(binding)
@@ -593,6 +622,17 @@ def _compatible_outputs(node: Node, event: Event) -> bool:
             for a, b in zip(node.outputs, event.outputs, strict=True)
         )
     )
+
+
+def _with(
+    node: Node, operations: tuple[Operation, ...], numbers: tuple[NumberSlot, ...], others: Sequence[Output]
+) -> Node:
+    """A node with these operations and numbers, that keeps the outputs that others have kept, too."""
+    keeps = any(b.kept and not a.kept for a, b in zip(node.outputs, others, strict=True))
+    if not keeps and are_those(operations, node.operations) and are_those(numbers, node.numbers):
+        return node
+    outputs = tuple([replace(a, kept=a.kept or b.kept) for a, b in zip(node.outputs, others, strict=True)])
+    return replace(node, operations=operations, numbers=numbers, outputs=outputs)
 
 
 def _renumber_ref(ref: object, new_id: dict[int, int]) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from coexec.tracegraph.calls import number_class
@@ -124,7 +125,8 @@ def unify_slots(slots: Sequence[NumberSlot], numbers: Sequence[Number | Size]) -
             out.append(slot)
         else:
             classes = slot.classes or frozenset({number_class(slot.value)})
-            out.append(NumberSlot(slot.value, classes | {number_class(number)}))
+            classes |= {number_class(number)}
+            out.append(slot if classes == slot.classes else NumberSlot(slot.value, classes))
     return tuple(out)
 
 
@@ -150,18 +152,24 @@ def unify(
             return None
         args = []
         for index, (a, b) in enumerate(zip(ours.args, theirs.args, strict=True)):
-            fed = candidates if takes_numbers(ours.target, index) else ()
+            fed = candidates if candidates and takes_numbers(ours.target, index) else ()
             args.append(_unify_args(a, b, fed, numbers))
         if any(_is_unexplained(a) for a in args):
             return None
-        unified.append(replace(ours, args=tuple(args)))
+        unified.append(ours if are_those(args, ours.args) else replace(ours, args=tuple(args)))
     return tuple(unified)
+
+
+def are_those(values: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether these are the very objects."""
+    return all(a is b for a, b in zip(values, others, strict=True))
 
 
 #: Operations of which a number decides the shape of the result.
 _SHAPED_BY_NUMBERS = ("aten::arange", "aten::range", "aten::linspace", "aten::logspace")
 
 
+@cache
 def takes_numbers(target: Any, index: int) -> bool:
     """Whether a number in this argument may vary: it decides about values, and never about a shape."""
     name = target._schema.name
@@ -184,7 +192,8 @@ def _unify_args(
     ours: Any, theirs: Any, candidates: Sequence[Varying], numbers: dict[tuple[int, int], Number]
 ) -> Any:
     if isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
-        return tuple(_unify_args(a, b, candidates, numbers) for a, b in zip(ours, theirs, strict=True))
+        made = tuple([_unify_args(a, b, candidates, numbers) for a, b in zip(ours, theirs, strict=True)])
+        return ours if are_those(made, ours) else made
     if isinstance(ours, FedNumber):
         if not is_number(theirs):
             return _UNEXPLAINED

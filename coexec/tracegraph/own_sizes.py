@@ -266,7 +266,25 @@ def _size(key: Any, argument: int, place: _Shown) -> Size | int | None:
 
 
 def _substituted(node: Node, sizes: Mapping[int, Size | int]) -> Node:
-    return _mapped(node, lambda size: substituted(size, sizes))
+    known: dict[Size, Size | int] = {}  # a node has the same ones in many places
+
+    def of(size: Size | int) -> Size | int:
+        if not isinstance(size, Size):
+            return size
+        found = known.get(size)
+        if found is None:
+            found = known[size] = substituted(size, sizes)
+        return found
+
+    return _mapped(node, of)
+
+
+def _varies(operation: Operation) -> bool:
+    """Whether a size in an operation varies."""
+    metas = [r.meta for r in operation.results if r is not None]
+    return (
+        varies(operation.args) or any(m.is_symbolic for m in metas) or any(map(varies, operation.existing))
+    )
 
 
 def _mapped(node: Node, size: Callable[[Any], Any]) -> Node:
@@ -287,6 +305,8 @@ def _mapped(node: Node, size: Callable[[Any], Any]) -> Node:
         return size(a) if isinstance(a, Size) else a
 
     def operation(o: Operation) -> Operation:
+        if not _varies(o):
+            return o
         results = tuple([None if r is None else replace(r, meta=meta(r.meta)) for r in o.results])
         existing = tuple([None if g is None else geometry(g) for g in o.existing])
         return replace(o, args=argument(o.args), results=results, existing=existing)
@@ -301,5 +321,5 @@ def _mapped(node: Node, size: Callable[[Any], Any]) -> Node:
         numbers=tuple(map(slot, node.numbers)),
         implicit_metas=tuple(map(meta, node.implicit_metas)),
         operations=tuple(map(operation, node.operations)),
-        outputs=tuple([replace(o, meta=meta(o.meta)) for o in node.outputs]),
+        outputs=tuple([replace(o, meta=meta(o.meta)) if o.meta.is_symbolic else o for o in node.outputs]),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 
@@ -56,6 +57,7 @@ class Symbol:
         return self.low <= value <= self.high
 
 
+@cache
 def symbol(number: int) -> Size:
     """The expression that is a symbol."""
     return Size(((1, (number,)),))
