@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def put_off() -> Iterator[None]:
     """Has the garbage collector wait until the end of the context, if it is enabled.
 
-    It looks at all objects whenever their number has grown by a quarter, and finds nothing among those of a graph
-    that is being made.
+    It looks at all objects whenever their number has grown by a quarter, and finds nothing among those of a
+    graph that is being made.
     """
     if not gc.isenabled():
         yield

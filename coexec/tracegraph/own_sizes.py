@@ -282,9 +282,7 @@ def _substituted(node: Node, sizes: Mapping[int, Size | int]) -> Node:
 def _varies(operation: Operation) -> bool:
     """Whether a size in an operation varies."""
     metas = [r.meta for r in operation.results if r is not None]
-    return (
-        varies(operation.args) or any(m.is_symbolic for m in metas) or any(map(varies, operation.existing))
-    )
+    return varies(operation.args) or any(m.is_symbolic for m in metas) or any(map(varies, operation.existing))
 
 
 def _mapped(node: Node, size: Callable[[Any], Any]) -> Node:
