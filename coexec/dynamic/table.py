@@ -22,7 +22,7 @@ from coexec.tracegraph.functions import INDEXING
 from coexec.tracegraph.graph import FedNumber, NumberOrigin, NumberSlot
 from coexec.tracegraph.numbers import agree, agreements, fed_numbers, fit, unify, unify_slots, unused, varying
 from coexec.tracegraph.program import Call, Reg, When
-from coexec.tracegraph.trace import Input, Local, Number, TensorMeta
+from coexec.tracegraph.trace import Input, Local, Number, TensorMeta, with_leaves
 
 #: Variants of one signature: more than this many numbers that nothing explains are not worth a table.
 MAX_VARIANTS = 64
@@ -152,14 +152,12 @@ def _encoded(recording: Recording) -> Any:
     def encode(argument: Any) -> Any:
         if isinstance(argument, (Input, Local)):
             return Reg(registers[argument])
-        if isinstance(argument, FedNumber):
-            return Reg(numbers[argument.origins[0]])
-        return tuple(encode(a) for a in argument) if isinstance(argument, tuple) else argument
+        return Reg(numbers[argument.origins[0]]) if isinstance(argument, FedNumber) else argument
 
     operations = [
         Call(
             o.target,
-            tuple(encode(a) for a in o.args),
+            with_leaves(o.args, encode),
             tuple(registers.get(Local(position, index)) for index in range(len(o.results))),
             When.NOW,
             -1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from coexec.tracegraph.program import Call, Feed, Fetch, Instruction, Move, Reg,
 from coexec.tracegraph.random_state import OPERATIONS
 from coexec.tracegraph.schema import by_schema
 from coexec.tracegraph.sizes import Size, varies
-from coexec.tracegraph.trace import TensorMeta
+from coexec.tracegraph.trace import TensorMeta, with_leaves
 
 _CHECKS_INDICES = {
     getattr(torch.ops.aten, name)
@@ -105,13 +106,11 @@ def make_block(
             env[register] = graph.placeholder(f"r{register}")
             sources.append(register)
 
-    def encode(argument: Any) -> Any:
+    def leaf(argument: Any) -> Any:
         if isinstance(argument, Reg):
             return env[argument.index]
         if isinstance(argument, Size):
             return sizes(argument)
-        if isinstance(argument, tuple):
-            return [encode(a) for a in argument]
         if isinstance(argument, torch.Generator):
             raise Unsupported("an operation with a generator of its own")
         if isinstance(argument, torch.Tensor):
@@ -120,6 +119,7 @@ def make_block(
             return graph.get_attr(name)
         return argument
 
+    encode = partial(with_leaves, leaf=leaf, sequence=list)
     for instruction in body:
         match instruction:
             case Call(random=True) if own_draws:

@@ -25,6 +25,7 @@ from coexec.tracegraph.instructions import at_commit, reads, spliced, with_relea
 from coexec.tracegraph.program import Call, CompiledBlock, Instruction, Program, Reg, When
 from coexec.tracegraph.schema import by_schema
 from coexec.tracegraph.sizes import fixed, varies
+from coexec.tracegraph.trace import with_leaves
 from placement.capture import without_values
 from placement.graph import TensorSpec
 
@@ -147,11 +148,9 @@ def _graph(
 
 def _emit(graph: Graph, call: Call, env: dict[int, Node], value: Callable[[int], torch.Tensor]) -> None:
     def encode(argument: Any) -> Any:
-        if isinstance(argument, Reg):
-            return env[argument.index]
-        return [encode(a) for a in argument] if isinstance(argument, tuple) else argument
+        return env[argument.index] if isinstance(argument, Reg) else argument
 
-    positional, keywords = by_schema(call.target, map(encode, call.args))
+    positional, keywords = by_schema(call.target, [with_leaves(a, encode, list) for a in call.args])
     node = graph.call_function(call.target, tuple(positional), keywords)
     values = [None if o is None else value(o) for o in call.outs]
     returns = call.target._schema.returns

@@ -45,6 +45,7 @@ from coexec.tracegraph.trace import (
     Local,
     Operation,
     TensorMeta,
+    with_leaves,
 )
 
 Values = Callable[[int], int | None]
@@ -143,8 +144,6 @@ class Unseen:
                 return results[a]
             if isinstance(a, Size):
                 return value_of(a, values)
-            if isinstance(a, tuple):
-                return [argument(v) for v in a]
             for fed in fed_numbers(a):
                 origin = fed.origins[0]
                 return self._graph.nodes[origin.node].numbers[origin.slot].value
@@ -154,7 +153,7 @@ class Unseen:
             if operation.shaped_by_data:  # in a backward pass, as in the forward pass
                 made = tuple(None if r is None else _bare(r.meta, values) for r in operation.results)
             else:
-                made = _made(operation, [argument(a) for a in operation.args])
+                made = _made(operation, [with_leaves(a, argument, list) for a in operation.args])
             if len(made) != len(operation.results):
                 return False
             for number, (tensor, result) in enumerate(zip(made, operation.results, strict=True)):

@@ -50,6 +50,7 @@ from coexec.tracegraph.trace import (
     Trace,
     Value,
     takes_one_value_twice,
+    with_leaves,
 )
 
 
@@ -361,15 +362,13 @@ class _Pass:
             if isinstance(argument, (Local, Input)):
                 source = self._source_of(argument)
                 return named(gradients.get(source, source))
-            if argument.__class__ is tuple:
-                return tuple([renamed(a) for a in argument])
             return argument
 
         operations = []
         for number in numbers:
             operation = self._event.operations[number]
             if number in adds:  # the first argument is a gradient that another piece made
-                args = (named(adds[number]), *renamed(operation.args[1:]))
+                args = (named(adds[number]), *with_leaves(operation.args[1:], renamed))
                 operations.append(replace(operation, args=args))
             else:
                 operations.append(_mapped(operation, renamed))
@@ -430,7 +429,7 @@ def _mapped(operation: Operation, renamed: Any) -> Operation:
     )
     return replace(
         operation,
-        args=renamed(operation.args),
+        args=with_leaves(operation.args, renamed),
         results=results,
         writes=tuple([renamed(w) for w in operation.writes]),
     )

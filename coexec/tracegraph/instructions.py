@@ -23,6 +23,7 @@ from coexec.tracegraph.program import (
     Switch,
     When,
 )
+from coexec.tracegraph.trace import with_leaves
 
 
 def at_commit(instruction: Instruction) -> bool:
@@ -65,15 +66,11 @@ def renamed(instruction: Instruction, names: dict[int, int]) -> Instruction:
     """The instruction reading other registers."""
 
     def rename(argument: Any) -> Any:
-        if isinstance(argument, Reg):
-            return Reg(names.get(argument.index, argument.index))
-        if isinstance(argument, tuple):
-            return tuple(rename(a) for a in argument)
-        return argument
+        return Reg(names.get(argument.index, argument.index)) if isinstance(argument, Reg) else argument
 
     match instruction:
         case Call():
-            return replace(instruction, args=rename(instruction.args))
+            return replace(instruction, args=with_leaves(instruction.args, rename))
         case Fetch():
             return replace(instruction, source=names.get(instruction.source, instruction.source))
         case Move():

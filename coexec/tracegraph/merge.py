@@ -61,6 +61,7 @@ from coexec.tracegraph.trace import (
     TensorMeta,
     Trace,
     takes_one_value_twice,
+    with_leaves,
 )
 
 
@@ -673,8 +674,6 @@ def _renumber_operation(operation: Operation, new_id: dict[int, int]) -> Operati
     def renumber(argument: Any) -> Any:
         if isinstance(argument, FedNumber):
             return FedNumber(tuple(o._replace(node=new_id[o.node]) for o in argument.origins))
-        if isinstance(argument, tuple):
-            return tuple(renumber(a) for a in argument)
         return argument
 
-    return replace(operation, args=renumber(operation.args))
+    return replace(operation, args=with_leaves(operation.args, renumber))

@@ -30,7 +30,7 @@ from coexec.tracegraph.graph import (
 )
 from coexec.tracegraph.sizes import Size, Symbol, number_of, substituted, symbols_in, value_of, varies
 from coexec.tracegraph.tape import Passed, at_of
-from coexec.tracegraph.trace import Geometry, Operation, Produced, TensorMeta
+from coexec.tracegraph.trace import Geometry, Operation, Produced, TensorMeta, with_leaves
 
 #: For each trace, by node: the value of each symbol that all nodes of its kind have.
 Values = Sequence[Mapping[int, Mapping[int, int]]]
@@ -297,9 +297,7 @@ def _mapped(node: Node, size: Callable[[Any], Any]) -> Node:
         shape, stride = geometry((m.shape, m.stride))
         return replace(m, shape=shape, stride=stride, offset=size(m.offset))
 
-    def argument(a: Any) -> Any:
-        if isinstance(a, tuple):
-            return tuple(map(argument, a)) if varies(a) else a
+    def leaf(a: Any) -> Any:
         return size(a) if isinstance(a, Size) else a
 
     def operation(o: Operation) -> Operation:
@@ -307,7 +305,7 @@ def _mapped(node: Node, size: Callable[[Any], Any]) -> Node:
             return o
         results = tuple([None if r is None else replace(r, meta=meta(r.meta)) for r in o.results])
         existing = tuple([None if g is None else geometry(g) for g in o.existing])
-        return replace(o, args=argument(o.args), results=results, existing=existing)
+        return replace(o, args=with_leaves(o.args, leaf), results=results, existing=existing)
 
     def slot(s: NumberSlot) -> NumberSlot:
         return replace(s, value=size(s.value)) if isinstance(s.value, Size) else s

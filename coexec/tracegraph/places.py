@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from coexec.tracegraph.numbers import takes_numbers
 from coexec.tracegraph.sizes import Size
-from coexec.tracegraph.trace import Event, Geometry, Operation, Result, TensorMeta
+from coexec.tracegraph.trace import Event, Geometry, Operation, Result, TensorMeta, with_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +57,12 @@ def mapped(event: Event, number: Replace) -> Event:
         shape = tuple([one(n, "existing shape", index, d) for d, n in enumerate(g[0])])
         return shape, tuple([one(n, "existing stride", index, d) for d, n in enumerate(g[1])])
 
-    def argument(a: Any, kind: str, index: int, position: int) -> Any:
-        if a.__class__ is tuple:
-            return tuple([argument(v, kind, index, position) for v in a])
-        return one(a, kind, index, position)
-
     def operation(index: int, o: Operation) -> Operation:
         args = []
         for position, a in enumerate(o.args):
             if a.__class__ in _HOLDS_NUMBERS:
                 kind = "value" if takes_numbers(o.target, position) else "argument"
-                a = argument(a, kind, index, position)
+                a = with_leaves(a, partial(one, kind=kind, index=index, position=position))
             args.append(a)
         results = tuple(
             [None if r is None else Result(meta(r.meta, "result", index), r.alias) for r in o.results]

@@ -75,6 +75,7 @@ from coexec.tracegraph.trace import (
     Produced,
     Result,
     TensorMeta,
+    with_leaves,
 )
 
 RANDOM_STATE = -1  # stands for the default generators' state among memory
@@ -334,11 +335,9 @@ class _Lowering:
                 return Reg(register)
             if isinstance(argument, FedNumber):
                 return Reg(self.numbers[argument.origins[0]])
-            if isinstance(argument, tuple):
-                return tuple(encode(a) for a in argument)
             return argument
 
-        args = tuple(encode(a) for a in operation.args)
+        args = with_leaves(operation.args, encode)
         used |= {self.numbers[f.origins[0]] for f in fed_numbers(operation.args)}
         outs: list[int | None] = []
         for number, result in enumerate(operation.results):

@@ -163,6 +163,18 @@ class Operation:
         return f"{self.target}"
 
 
+def with_leaves(
+    argument: Any, leaf: Callable[[Any], Any], sequence: Callable[[list[Any]], Any] = tuple
+) -> Any:
+    """An argument of an operation with each part that is no tuple replaced, and each tuple by a `sequence`.
+
+    A function that calls itself is a cycle when it is local: what it refers to stays until it is collected.
+    """
+    if isinstance(argument, tuple):
+        return sequence([with_leaves(a, leaf, sequence) for a in argument])
+    return leaf(argument)
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """One new tensor object that an event gave to Python."""
