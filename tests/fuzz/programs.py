@@ -150,7 +150,7 @@ OPTIMIZERS = [
     "torch.optim.SGD({p}, lr=0.05, momentum=0.9, nesterov=True)",
     "torch.optim.Adam({p}, lr=0.01, eps=1e-3)",
     "torch.optim.AdamW({p}, lr=0.01, eps=1e-3, amsgrad=True, foreach=True)",
-    "torch.optim.RMSprop({p}, lr=0.01, eps=1e-3, momentum=0.1)",
+    "torch.optim.RMSprop({p}, lr=0.01, eps=1e-2, momentum=0.1)",
     "torch.optim.Adagrad({p}, lr=0.05, eps=1e-3)",
 ]
 SIZES = ["[4]", "[4, 4, 4, 3]", "[4, 3, 5, 4, 2]", "[4, 6, 5, 7, 3, 8, 5, 9]", "[12, 7, 9, 1, 10, 0, 8]"]
