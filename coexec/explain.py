@@ -64,6 +64,7 @@ class ProgramReport:
         switch_cases: the switch-cases of the TraceGraph.
         blocks: the blocks of its program.
         compiling: how many blocks another process compiles, which will take their place.
+        unsettled: iterations without a fallback after which its blocks are compiled, if they wait for that.
         compile_s: seconds that each making of a symbolic graph took.
         python_ms, python_stall_ms: the PythonRunner's time of the latest co-executed
             iterations, and its wait.
@@ -85,6 +86,7 @@ class ProgramReport:
     switch_cases: tuple[SwitchCase, ...]
     blocks: tuple[Block, ...]
     compiling: int
+    unsettled: int
     compile_s: tuple[float, ...]
     python_ms: tuple[float, ...]
     python_stall_ms: tuple[float, ...]
@@ -129,6 +131,8 @@ class ProgramReport:
                 for b in self.blocks
             )
             soon = f"; {self.compiling} are being compiled" if self.compiling else ""
+            if self.unsettled:
+                soon = f"; compiled after {self.unsettled} more iterations without a fallback"
             lines.append(f"  blocks: {sizes}; made in {sum(self.compile_s):.2f} s{soon}")
         if self.python_ms:
             lines.append(
@@ -196,6 +200,7 @@ def report(state: ProgramState) -> ProgramReport:
         switch_cases=() if graph is None else assign_cases(graph.edges),
         blocks=() if program is None or state.phase is not Phase.COEXECUTION else _blocks(program),
         compiling=state.compiling,
+        unsettled=state.unsettled,
         compile_s=tuple(state.compile_s),
         python_ms=tuple(state.python_ms),
         python_stall_ms=tuple(state.python_stall_ms),

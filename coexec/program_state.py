@@ -63,6 +63,8 @@ FIRST_RETRY, LAST_RETRY = 20, 1280
 RETRY_COST = 50
 #: Co-executed iterations after which compiled graphs have their ways only, and how many these may be.
 NARROW_AFTER, MAX_WAYS = 40, 8
+#: Iterations that a graph serves before it is compiled, at most: one for each fallback but the first.
+SETTLED_AFTER = 8
 #: Forms of one backward pass before its pieces become events of their own, if these are not new each time:
 #: one of how many events of a trace may be.
 MAX_FORMS, ONE_NEW_IN = 2, 5
@@ -102,6 +104,7 @@ class ProgramState:
     pace: Pace = field(default_factory=Pace)  # call by call, or eagerly
     start: Pace = field(default_factory=Pace)  # of the GraphRunner: at once, or when Python waits
     narrows: bool = False  # whether the next iteration may have a smaller graph
+    settles: bool = False  # whether the graph has served long enough to be compiled
     crowded: bool = False  # whether the graph's kernels leave no processor to Python
     traces: list[Trace] = field(default_factory=list)
     graph: TraceGraph | None = None
@@ -137,6 +140,7 @@ class ProgramState:
     _ways: Counter[Way] = field(default_factory=Counter)  # of iterations since the graph is this one
     _recombines: bool = False  # whether the latest trace was made of what others had
     _in_row: int = 0  # fallbacks since an iteration was co-executed
+    unsettled: int = 0  # iterations that the graph has to serve before it is compiled
     _narrowed: bool = False  # whether the skeleton has only these
     _returns: bool = False  # whether an iteration has then taken another one, or nothing is gained by it
     _compiles: bool = False  # whether a compiler has taken the graph
@@ -242,7 +246,7 @@ class ProgramState:
     def _take_graph(self, graph: TraceGraph | None) -> None:
         self.graph = graph
         self._ways.clear()
-        self.narrows = self._narrowed = False
+        self.narrows = self._narrowed = self.settles = False
 
     def fell_back(self, why: Cause, trace: Trace | None, why_untraceable: Cause | None) -> None:
         """Takes in a co-executed iteration that became an eager one."""
@@ -270,13 +274,22 @@ class ProgramState:
             which = f"{sum(self.recent)} of the latest {len(self.recent)} iterations"
             self._go_dynamic(cause("CX0117", which, why.where))
         elif self.phase is Phase.TRACING:
+            self.unsettled = min(self.fallbacks - 1, SETTLED_AFTER) if self._may_compile else 0
             self._enter_coexecution()
+
+    @property
+    def _may_compile(self) -> bool:
+        return self.options.executor == "inductor" and core is not None
 
     @property
     def looks_for_ways(self) -> bool:
         """Whether the ways of iterations matter: forks are where compiled blocks end."""
-        compiles = core is not None and self.options.executor == "inductor" and not self._returns
-        return compiles and len(self._ways) <= MAX_WAYS and self._ways.total() < NARROW_AFTER
+        return (
+            self._may_compile
+            and not self._returns
+            and len(self._ways) <= MAX_WAYS
+            and self._ways.total() < NARROW_AFTER
+        )
 
     def coexecuted(self, way: Way | None) -> None:
         """Takes in a co-executed iteration that was committed, and how it went if that matters."""
@@ -286,6 +299,18 @@ class ProgramState:
         if way is not None:
             self._ways[way] += 1
             self.narrows = self._ways.total() == NARROW_AFTER and len(self._ways) <= MAX_WAYS
+        if self.unsettled:
+            self.unsettled -= 1
+            self.settles = not self.unsettled
+
+    def settle(self) -> None:
+        """If it is time, has the blocks of the graph compiled.
+
+        Each fallback makes another graph. One that may not be the last is not worth the compiler's time.
+        """
+        if self.settles and self.phase is Phase.COEXECUTION:
+            self._enter_coexecution()
+        self.settles = False
 
     def narrow(self) -> None:
         """If it is time, leaves out what no iteration has done for long, until one does it after all."""
@@ -436,8 +461,10 @@ class ProgramState:
         self._move_to(Phase.COEXECUTION)
 
     def _make_program(self, graph: TraceGraph) -> tuple[Program, str | None]:
-        """The program of a graph; for the time being `aten`'s, if blocks are compiled in the background."""
-        if self._starts_compiling(graph):
+        """The program of a graph; for the time being `aten`'s, if blocks are compiled later."""
+        if self.unsettled:
+            self.stop_compiling()
+        if self.unsettled or self._starts_compiling(graph):
             return make_program(graph, "aten")[0], None
         return make_program(graph, self.options.executor)
 

@@ -185,6 +185,7 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
     if state.phase is Phase.COEXECUTION:
         state.take_compiled()
         state.narrow()
+        state.settle()
         captured = state.captured_tensors()
         if captured is not None:
             return _CoexecutionSession(state, frame, captured, options, before)
@@ -203,6 +204,7 @@ def _may_run_ahead(state: ProgramState, options: Options) -> bool:
         and state.phase is Phase.COEXECUTION
         and not state.compiling
         and not state.narrows
+        and not state.settles
         and not options.synchronous
         and options.mode == "coexec"
         and active_profile() is None
