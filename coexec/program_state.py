@@ -253,9 +253,9 @@ class ProgramState:
         self.note(why)
         self._remember(fell_back=True)
         forgiven = False
-        if trace is not None and len(self.traces) >= self.options.max_traces:
-            pass  # the graph serves as well as before, and learns no more
-        elif trace is not None:
+        if trace is None:
+            self._untraceable(why_untraceable)
+        elif len(self.traces) < self.options.max_traces:  # else the graph serves as it is, and learns no more
             self._move_to(Phase.TRACING)
             self.uncovered = 0
             before, narrowed = self.graph, self._narrowed and not self.compiling
@@ -264,8 +264,6 @@ class ProgramState:
             learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
             self._in_row += 1
             forgiven = learned or narrowed or (self._recombines and self._in_row <= MAX_IN_ROW)
-        else:
-            self._untraceable(why_untraceable)
         if self.phase in (Phase.DYNAMIC, Phase.EAGER):
             return
         self.recent[-1] = not forgiven
@@ -350,11 +348,15 @@ class ProgramState:
         why = cause("CX0004", "a tensor that every trace used no longer exists", self.key)
         self.note(why)
         self._move_to(Phase.TRACING)
-        self.traces, self._looks, self.skeleton = [], Looks(), None
+        self._forget_traces()
+        self.skeleton = None
         self._take_graph(None)
         self.lost += 1
         if self.lost > MAX_LOST:
             self._go_dynamic(why)
+
+    def _forget_traces(self) -> None:
+        self.traces, self._looks = [], Looks()
 
     def tries_tracing(self) -> bool:
         """Whether the next iteration of the dynamic phase is traced, to see if the graph covers it."""
@@ -411,14 +413,15 @@ class ProgramState:
         if core is not None:
             self._retry_after = LAST_RETRY
             self._go_dynamic(why)
-            self.traces, self._looks = [], Looks()
+            self._forget_traces()
             self._take_graph(None)
             return
         log.warning("coexec leaves %s to eager execution: %s. %s", self.key, why, why.reason.hint)
         self.eager_cause = why
         self.stop_compiling()
         self._move_to(Phase.EAGER)
-        self.traces, self._looks, self.skeleton = [], Looks(), None
+        self._forget_traces()
+        self.skeleton = None
 
     def _untraceable(self, why: Cause | None) -> None:
         if why is None:

@@ -27,7 +27,6 @@ from coexec.tracegraph.calls import number_class
 from coexec.tracegraph.following import following
 from coexec.tracegraph.graph import (
     END,
-    START,
     Alternative,
     FedNumber,
     Node,
@@ -37,7 +36,7 @@ from coexec.tracegraph.graph import (
     TraceGraph,
 )
 from coexec.tracegraph.numbers import TRANSFORMS, is_number, same_number
-from coexec.tracegraph.order import Groups
+from coexec.tracegraph.order import Groups, before_each
 from coexec.tracegraph.sizes import Size
 from coexec.tracegraph.tape import Passed
 from coexec.tracegraph.trace import Computed, Constant, Dimension, Local, Produced
@@ -49,7 +48,7 @@ MAX_EDGES, MAX_ALTERNATIVES = 4096, 64
 def closed(graph: TraceGraph) -> TraceGraph:
     """Adds edges and alternatives that are like those of the graph."""
     edges = _edges(graph.edges)
-    before = _before(edges, len(graph.nodes))
+    before = before_each(edges, range(len(graph.nodes)))
     alike = _alike(graph)
     nodes = [_with_alternatives(graph, n, alike, before[n.id]) for n in graph.nodes]
     nodes = _with_varying_numbers(nodes)
@@ -73,19 +72,6 @@ def _edges(edges: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
             after = [t for t in targets if t > source]
             found[source] = tuple(dict.fromkeys((*edges[source], *after, *[END] * ends)))
     return found
-
-
-def _before(edges: Mapping[int, tuple[int, ...]], nodes: int) -> list[int]:
-    """The nodes on paths to each node, as bits."""
-    before = [0] * nodes
-    for source in sorted(edges):
-        if source == START:
-            continue
-        above = before[source] | 1 << source
-        for target in edges[source]:
-            if target != END:
-                before[target] |= above
-    return before
 
 
 def _alike(graph: TraceGraph) -> dict[Produced, tuple[Produced, ...]]:

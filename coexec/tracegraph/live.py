@@ -10,13 +10,13 @@ only did at its beginning would part its blocks for ever.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from coexec.tracegraph.graph import END, START, Alternative, Fed, Node, TraceGraph, node_of
 from coexec.tracegraph.optimizers import updates_several
-from coexec.tracegraph.order import reachable, turned_around
+from coexec.tracegraph.order import before_each, reachable, turned_around
 from coexec.tracegraph.trace import Computed, Produced
 
 #: A node, and which events made its arguments; None stands for an argument that no event made.
@@ -77,7 +77,7 @@ def live(
         }
         after = reachable(edges, START)
         between = (after & reachable(turned_around(edges), END)) - {START, END}
-        before = _before(edges, between)
+        before = before_each(edges, between)
         alternatives = {
             i: tuple(
                 a
@@ -102,16 +102,6 @@ def live(
         if s in alive or s == START
     }
     return replace(graph, nodes=nodes, edges=kept_edges)
-
-
-def _before(edges: Mapping[int, Collection[int]], between: Collection[int]) -> dict[int, int]:
-    """The nodes on paths to each node, as bits; ids are a topological order."""
-    before = dict.fromkeys(between, 0)
-    for source in sorted(between):
-        for target in edges[source]:
-            if target in before:
-                before[target] |= before[source] | 1 << source
-    return before
 
 
 def _possible(alternative: Alternative, before: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from graphlib import TopologicalSorter
 from typing import Generic, TypeVar
 
@@ -32,6 +32,22 @@ def turned_around(targets: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
         for target in to:
             sources[target].append(source)
     return dict(sources)
+
+
+def before_each(targets: Mapping[int, Iterable[int]], nodes: Collection[int]) -> dict[int, int]:
+    """For each of these nodes, those from which edges among them lead to it, as bits.
+
+    Args:
+        targets: where edges lead to: numbers of nodes are a topological order.
+        nodes: all that count.
+    """
+    before = dict.fromkeys(nodes, 0)
+    for source in sorted(nodes):
+        above = before[source] | 1 << source
+        for target in targets.get(source, ()):
+            if target in before:
+                before[target] |= above
+    return before
 
 
 def in_order(sources: Mapping[int, Iterable[int]]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coexec.tracegraph.order import Groups, in_order, reachable, turned_around
+from coexec.tracegraph.order import Groups, before_each, in_order, reachable, turned_around
 
 NODES = st.integers(0, 9)
 PAIRS = st.lists(st.tuples(NODES, NODES), max_size=30)
@@ -34,6 +34,15 @@ def test_the_order_is_the_first_topological_one(pairs):
     graph.add_nodes_from(range(10))
     sources = {n: list(graph.predecessors(n)) for n in graph}
     assert in_order(sources) == list(nx.lexicographical_topological_sort(graph))
+
+
+@given(PAIRS, st.sets(NODES))
+def test_the_nodes_before_each_are_its_ancestors_among_those_that_count(pairs, nodes):
+    edges = [(min(p), max(p)) for p in pairs if p[0] != p[1]]
+    among = nx.DiGraph(edges).subgraph(nodes).copy()
+    among.add_nodes_from(nodes)
+    before = before_each(_targets(edges), nodes)
+    assert before == {n: sum(1 << a for a in nx.ancestors(among, n)) for n in nodes}
 
 
 def test_a_cycle_has_no_order():
