@@ -24,7 +24,7 @@ from bench.program import Preset, Program
 from bench.programs import PROGRAMS
 from bench.records import Result, write_record
 from bench.spread import spread_of
-from bench.state import State, compare_runs, nudge, snapshot
+from bench.state import NUDGES, State, compare_runs, nudge, snapshot
 from bench.tables import plain_table
 
 log = logging.getLogger(__name__)
@@ -117,12 +117,12 @@ def compare(
                 except Exception as error:
                     fail(mode, error)
 
-    other = _nudged(program, steps, seed, preset) if nudged else None
+    others = [_nudged(program, steps, seed, preset, n) for n in range(NUDGES)] if nudged else []
     results = []
     for mode in chosen:
         if mode in running:
             difference = compare_runs(
-                running[mode].run, running[mode].losses, running["eager"].run, running["eager"].losses, other
+                running[mode].run, running[mode].losses, running["eager"].run, running["eager"].losses, others
             )
             results.append(running[mode].result(seed, preset, difference, warmup_steps=warmup, nudged=nudged))
         else:
@@ -131,10 +131,10 @@ def compare(
     return results
 
 
-def _nudged(program: Program, steps: int, seed: int, preset: Preset) -> State:
+def _nudged(program: Program, steps: int, seed: int, preset: Preset, number: int) -> State:
     """Return what an eager run comes to that was nudged before its first step."""
     measured = Measured(start_run(program, "eager", seed=seed, preset=preset))
-    nudge(measured.run)
+    nudge(measured.run, number)
     with measured.run.active():
         for _ in progress(range(steps), f"{program.name}, nudged"):
             measured.losses.append(measured.step().item())

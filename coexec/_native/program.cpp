@@ -156,6 +156,11 @@ Instruction parse_instruction(const py::dict& d) {
   } else if (out.opcode == Opcode::Compiled) {
     out.strides = d["strides"].cast<std::vector<std::optional<std::vector<int64_t>>>>();
     out.dtypes = d["dtypes"].cast<std::vector<int64_t>>();
+    for (const auto& given : d["given"].cast<py::list>()) {
+      auto [shape, strides, dtype] =
+          given.cast<std::tuple<py::list, std::optional<std::vector<int64_t>>, int64_t>>();
+      out.given.push_back(Given{sizes_of(shape), std::move(strides), dtype});
+    }
     out.library = d["library"].cast<std::shared_ptr<Library>>();
   }
   return out;

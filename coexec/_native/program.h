@@ -41,6 +41,13 @@ enum class Opcode { Call, Feed, Fetch, Move, Switch, Jump, Compiled, Commit };
 // When a call runs: at once, or after the iteration has been validated (in two rounds).
 enum class When { Now, Commit, CommitLast };
 
+// What a compiled block takes for granted of a tensor.
+struct Given {
+  std::vector<Size> shape;
+  std::optional<std::vector<int64_t>> strides;  // unless they vary
+  int64_t dtype;                                // a scalar type
+};
+
 struct Instruction {
   Opcode opcode;
   When when = When::Now;                 // Call, Feed, Compiled
@@ -54,6 +61,7 @@ struct Instruction {
   std::vector<int64_t> written;          // Compiled: registers whose memory it writes
   std::vector<std::optional<std::vector<int64_t>>> strides;  // Compiled: what results have to have
   std::vector<int64_t> dtypes;           // Compiled: scalar types of its results, -1 = not checked
+  std::vector<Given> given;              // Compiled: what it was made for, of each of `ins`
   int64_t slot = 0;                      // Fetch
   bool copy = false;                     // Fetch: the memory is written later on
   bool draws = false;                    // Call, Compiled: random numbers

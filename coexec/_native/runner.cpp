@@ -530,6 +530,14 @@ void Runner::compiled(const Instruction& instruction) {
     inputs.push_back(value.isTensor() ? value.toTensor() : c10::scalar_to_tensor(value.toScalar()));
   }
   Symbols symbols = [this](int64_t s) -> std::optional<int64_t> { return size(s); };
+  for (size_t i = 0; i < instruction.given.size(); ++i) {
+    const Given& given = instruction.given[i];
+    const at::Tensor& input = inputs[inputs.size() - instruction.ins.size() + i];
+    TORCH_CHECK(are(given.shape, input.sizes(), symbols) && (!given.strides || has_strides(input, *given.strides)) &&
+                    static_cast<int64_t>(input.scalar_type()) == given.dtype,
+                "a compiled block is given ", input.scalar_type(), " ", input.sizes(), " with strides ", input.strides(),
+                ", and was made for something else");
+  }
   std::vector<at::Tensor> outputs;
   try {
     outputs = instruction.library->run(inputs);

@@ -30,7 +30,7 @@ from coexec.executors.scalars import (
 from coexec.executors.sizes import SizeNodes, symbols_of
 from coexec.tracegraph.instructions import reads, writes
 from coexec.tracegraph.numbers import is_number
-from coexec.tracegraph.program import Call, Feed, Fetch, Instruction, Move, Reg, When
+from coexec.tracegraph.program import Call, Feed, Fetch, Given, Instruction, Move, Reg, When
 from coexec.tracegraph.random_state import OPERATIONS
 from coexec.tracegraph.schema import by_schema
 from coexec.tracegraph.sizes import Size, varies
@@ -66,6 +66,7 @@ class Block:
         operations: how many it has.
         symbols: those in its sizes; it gets a tensor of as many elements for each, before the registers.
         inputs: what it gets.
+        given: what it takes for granted of the registers, in the program's symbols.
         metas: what its results are.
         random: whether it draws random numbers.
         when: whether it waits for the commit.
@@ -78,6 +79,7 @@ class Block:
     operations: int
     symbols: tuple[int, ...]
     inputs: tuple[InputMeta | SymbolInput, ...]
+    given: tuple[Given, ...]
     metas: tuple[TensorMeta | None, ...]
     random: bool
     when: When
@@ -144,13 +146,14 @@ def make_block(
     local = {symbol: index for index, symbol in enumerate(symbols)}
     inputs: list[InputMeta | SymbolInput] = [TOKEN, *(SymbolInput.of(program.symbols[s]) for s in symbols)]
     inputs += [_input_meta(r, registers, local) for r in sources]
+    given = tuple([_given(r, registers) for r in sources])
     calls = [i for i in body if isinstance(i, Call)]
     random = any(c.random for c in calls)
     metas = tuple(program.metas.get(r) for r in outs)
     roots = (m for c in calls for r in written_by(c) for m in (r, *views.get(r, ())))
     written = tuple(dict.fromkeys(m for m in roots if m in sources))
     return Block(
-        module, tuple(sources), outs, len(calls), symbols, tuple(inputs), metas, random, when, written
+        module, tuple(sources), outs, len(calls), symbols, tuple(inputs), given, metas, random, when, written
     )
 
 
@@ -173,7 +176,17 @@ def is_compiled(instruction: Instruction, registers: Registers) -> bool:
 def _input_meta(register: int, registers: Registers, symbols: Mapping[int, int]) -> InputMeta:
     if register in registers.numbers:
         return InputMeta((), (), dtype_of(registers.numbers[register]), "cpu")
-    return InputMeta.of(registers.program.metas[register], symbols)
+    meta = registers.program.metas.get(register)
+    if meta is None:
+        raise Unsupported("sizes of an argument that other calls make on other paths are not known")
+    return InputMeta.of(meta, symbols)
+
+
+def _given(register: int, registers: Registers) -> Given:
+    if register in registers.numbers:
+        return Given((), (), dtype_of(registers.numbers[register]))
+    meta = registers.program.metas[register]
+    return Given(meta.shape, meta.stride, meta.dtype)
 
 
 def _emit_call(graph: Graph, call: Call, registers: Registers, env: dict[int, Node], encode: Any) -> None:

@@ -275,4 +275,5 @@ def _linked(part: Part) -> Instruction:
         strides=tuple(None if m is None or varies(m.stride) else m.stride for m in part.metas),
         when=part.when,
         written=part.written,
+        given=part.given,
     )

@@ -147,6 +147,14 @@ def encoded_instruction(instruction: Instruction) -> dict[str, Any]:
                 "dtypes": [-1, *(-1 if d is None else core.scalar_type(d) for d in instruction.dtypes)],
                 "shapes": [None, *map(_encode_shape, instruction.shapes)],
                 "outs": [-1, *_or_minus_one(instruction.outs)],  # the token comes first
+                "given": [
+                    (
+                        _encode_shape(g.shape),
+                        None if varies(g.stride) else list(g.stride),
+                        core.scalar_type(g.dtype),
+                    )
+                    for g in instruction.given
+                ],
             }
         case Commit():
             pass

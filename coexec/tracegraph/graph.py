@@ -13,6 +13,7 @@ Source: Terra's TraceGraph (dissertation, section 3.2.2 and definition 1).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -241,31 +242,58 @@ class TraceGraph:
 def meta_of_source(
     graph: TraceGraph, node: Node, index: int, externals: Mapping[Captured | Fed, TensorMeta]
 ) -> TensorMeta | None:
-    """The metadata of a source of a node; its sizes are those of an argument of the node if it is one."""
-    alternative = node.alternatives[0]
-    source = alternative.sources[index]
-    meta: TensorMeta | None = None
+    """The metadata of a source of a node, whichever of its alternatives is taken.
+
+    An argument of the node that is this source says its sizes, since what makes it in another alternative may
+    make it larger. None if nothing says what it is.
+    """
+    sources = [a.sources[index] for a in node.alternatives]
+    metas = [_meta_of(graph, source, externals) for source in sources]
+    meta = metas[0]
+    if meta is None:
+        return None
+    same = {m and (m.shape, m.stride, m.dtype, m.device) for m in metas}
+    if len(same) == 1 and not meta.is_symbolic:
+        return meta
+    arguments: tuple[TensorMeta, ...] = node.key[2]  # type: ignore[index]  # made by the recorder
+    for position, own in enumerate(arguments):
+        pairs = zip(node.alternatives, sources, strict=True)
+        if all(_is_source(graph, a.bindings[position], source) for a, source in pairs):
+            return replace(meta, shape=own.shape, stride=own.stride)
+    return meta if len(set(sources)) == 1 else None
+
+
+def _meta_of(
+    graph: TraceGraph, source: NodeSource, externals: Mapping[Captured | Fed, TensorMeta]
+) -> TensorMeta | None:
+    """What a source is, in the sizes of what made it."""
     if isinstance(source, Computed):
         result = graph.nodes[source.event].operations[source.operation].results[source.result]
-        meta = None if result is None else result.meta
-    elif isinstance(source, Produced):
-        meta = graph.nodes[source.event].outputs[source.output].meta
-    elif isinstance(source, Constant):
-        meta = meta_of(source.value)
-    else:
-        meta = externals.get(source)
-    if meta is None or not meta.is_symbolic:
-        return meta
-    key: Any = node.key
-    for binding, own in zip(alternative.bindings, key[2], strict=False):
-        if binding == source or (isinstance(binding, Produced) and _value(graph, binding) == source):
-            return replace(meta, shape=own.shape, stride=own.stride)
-    return meta if len({a.sources[index] for a in node.alternatives}) == 1 else None
+        return None if result is None else result.meta
+    if isinstance(source, Produced):
+        return graph.nodes[source.event].outputs[source.output].meta
+    return meta_of(source.value) if isinstance(source, Constant) else externals.get(source)
+
+
+def _is_source(graph: TraceGraph, binding: NodeBinding, source: NodeSource) -> bool:
+    return binding == source or (isinstance(binding, Produced) and _value(graph, binding) == source)
 
 
 def _value(graph: TraceGraph, made: Produced) -> Computed | None:
     value = graph.nodes[made.event].outputs[made.output].value
     return Computed(made.event, value.operation, value.result) if isinstance(value, Local) else None
+
+
+def varying_captures(graph: TraceGraph) -> set[int]:
+    """The captured tensors that nodes take in several sizes: no program can say what such a tensor is."""
+    metas: dict[int, set[object]] = defaultdict(set)
+    for node in graph.nodes:
+        arguments: tuple[TensorMeta, ...] = node.key[2]  # type: ignore[index]  # made by the recorder
+        for alternative in node.alternatives:
+            for binding, meta in zip(alternative.bindings, (*arguments, *node.implicit_metas), strict=True):
+                if isinstance(binding, Captured) and meta is not None:
+                    metas[binding.index].add((meta.shape, meta.stride, meta.dtype))
+    return {index for index, found in metas.items() if len(found) > 1}
 
 
 def external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:

@@ -41,6 +41,7 @@ from coexec.tracegraph.graph import (
     renumbered_step,
     step_of,
     symbols_of,
+    varying_captures,
 )
 from coexec.tracegraph.numbers import are_those, same_number, same_sizes, unify, unify_slots, unused, varying
 from coexec.tracegraph.optimizers import counts_of
@@ -114,8 +115,12 @@ def merge(traces: Sequence[Trace], looks: Looks | None = None, *, guess: bool = 
             if apart and guess:
                 graph = closed(graph)
             if isinstance(general, Generalized):
-                return replace(graph, seen=_seen(graph, builder, general))
-            return with_own_sizes(graph, _by_node(builder, general), _captured_metas(graph, traces))
+                graph = replace(graph, seen=_seen(graph, builder, general))
+            else:
+                graph = with_own_sizes(graph, _by_node(builder, general), _captured_metas(graph, traces))
+            conflicting = {graph.captured[index] for index in varying_captures(graph)}
+            if not conflicting:
+                return graph
         captured -= conflicting
         path_dependent |= builder.ambiguous
 

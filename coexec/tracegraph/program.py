@@ -112,11 +112,20 @@ class Jump:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What a compiled block takes for granted of a tensor that it reads."""
+
+    shape: tuple[Dimension, ...]
+    stride: tuple[Dimension, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Compiled:
     """Runs a compiled block on symbols in sizes and registers; a `random` one draws random numbers.
 
-    Results have to have these `dtypes` and `strides`, and those whose sizes vary these `shapes`. At the
-    commit a block may write registers.
+    Results have to have these `dtypes` and `strides`, and those whose sizes vary these `shapes`. Sources have
+    to be like `given`, for which the block was made. At the commit a block may write registers.
     """
 
     library: Any
@@ -130,6 +139,7 @@ class Compiled:
     strides: tuple[tuple[Dimension, ...] | None, ...] = ()
     when: When = When.NOW
     written: tuple[int, ...] = ()
+    given: tuple[Given, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

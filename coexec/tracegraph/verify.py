@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 from coexec.errors import VerificationError
 from coexec.tracegraph.cases import assign_cases
-from coexec.tracegraph.graph import END, START, Captured, Fed, TraceGraph
+from coexec.tracegraph.graph import END, START, Captured, Fed, TraceGraph, varying_captures
 from coexec.tracegraph.instructions import at_commit, reads, writes
-from coexec.tracegraph.program import Commit, Jump, Program, Switch
-from coexec.tracegraph.trace import Computed, External, Input, Kind, Local, Produced, Trace
+from coexec.tracegraph.program import Commit, Jump, Move, Program, Switch
+from coexec.tracegraph.sizes import varies
+from coexec.tracegraph.trace import Computed, External, Input, Kind, Local, Produced, TensorMeta, Trace
 
 
 def _broken(rule: str, place: object) -> NoReturn:
@@ -89,6 +90,8 @@ def verify_graph(graph: TraceGraph) -> None:
             captured = [b.index for b in alternative.bindings if isinstance(b, Captured)]
             if any(c >= len(graph.captured) for c in captured):
                 _broken("a captured tensor is one of the graph's", f"node {index}")
+    if varying := varying_captures(graph):
+        _broken("a captured tensor has the same sizes in all nodes", f"captured tensors {varying}")
 
 
 def verify_program(graph: TraceGraph, program: Program) -> None:
@@ -111,6 +114,10 @@ def verify_program(graph: TraceGraph, program: Program) -> None:
                 _broken(f"register r{register} is written before it is read", place)
             if register in released and not (at_commit(instruction)):
                 _broken(f"register r{register} is not read after its release", place)
+        if isinstance(instruction, Move):
+            for out, source in zip(instruction.outs, instruction.sources, strict=True):
+                if not _may_hold(program.metas.get(out), program.metas.get(source)):
+                    _broken(f"register r{out} is as large as r{source}, which is moved to it", place)
         written |= set(writes(instruction))
         released |= set(instruction.release)
         if set(instruction.release) & program.kept:
@@ -121,6 +128,14 @@ def verify_program(graph: TraceGraph, program: Program) -> None:
     multiple = [s for s in assign_cases(graph.edges) if len(s.cases) > 1]
     if len(switches) > len(multiple):
         _broken("every switch is one of the switch-cases", f"{len(switches)} switches")
+
+
+def _may_hold(meta: TensorMeta | None, other: TensorMeta | None) -> bool:
+    """Whether a register that is said to be like the first may hold the second: sizes may prove equal."""
+    if meta is None or other is None:
+        return True
+    pairs = list(zip(meta.shape, other.shape, strict=False))
+    return len(meta.shape) == len(other.shape) and all(a == b or varies(a) or varies(b) for a, b in pairs)
 
 
 def _values(args: Any) -> list[Input | Local]:

@@ -21,6 +21,9 @@ import torch
 
 import coexec
 
+#: In the error of a compiled block whose input is not like the one that it was compiled for.
+MADE_FOR_SOMETHING_ELSE = "was made for something else"
+
 
 class EagerTape(contextlib.nullcontext):
     """What a program enters instead of a `GradientTape` when it runs eagerly."""
@@ -103,11 +106,18 @@ def compare(make, step, steps, *, programs=None, every=1, **options):
             x, y = getattr(a, what), getattr(b, what)
             assert x == y, f"step {k}, {what}: {difference(x, y)}\n{coexec.explain()}"
     reports = coexec.explain().programs
+    assert_blocks_fit(reports)
     if programs is None:
         assert len(reports) == 1
         return reports[0]
     assert len(reports) == programs
     return reports
+
+
+def assert_blocks_fit(reports):
+    """Asserts that no compiled block was given what it was not made for."""
+    found = [c.cause for report in reports for c in report.causes if MADE_FOR_SOMETHING_ELSE in c.cause]
+    assert not found, found
 
 
 def coexecuted(report, at_least=1):

@@ -9,9 +9,9 @@ import torch
 
 import coexec
 from coexec.programs import all_states
-from coexec.tracegraph.graph import END, START
+from coexec.tracegraph.graph import END, START, Captured
 from coexec.tracegraph.live import live
-from coexec.tracegraph.program import Call, Commit, Fetch, Jump, Reg, Switch, When
+from coexec.tracegraph.program import Call, Commit, Fetch, Jump, Move, Reg, Switch, When
 from coexec.tracegraph.trace import Computed, External, Grad, Input, Kind, Local, Produced
 from coexec.tracegraph.verify import verify_graph, verify_program, verify_trace
 
@@ -128,6 +128,13 @@ def test_graphs(state):
         verify_graph(with_node(graph, 0, alternatives=alternatives))
     with broken("a captured tensor is one of the graph's"):
         verify_graph(replace(graph, captured=()))
+    taking = where(
+        graph.nodes, lambda n: any(isinstance(b, Captured) for b in n.alternatives[0].bindings[-1:])
+    )
+    key = graph.nodes[taking].key
+    larger = (*key[2][:-1], replace(key[2][-1], shape=(7,)))
+    with broken("a captured tensor has the same sizes in all nodes"):
+        verify_graph(with_node(graph, taking, key=(*key[:2], larger)))
 
 
 def test_programs(state):
@@ -156,6 +163,11 @@ def test_programs(state):
         verify_program(
             graph, replace(program, kept=program.kept | set(instructions[reader].release or {source}))
         )
+    moved = where(instructions, lambda i: isinstance(i, Move))
+    [out, *_] = instructions[moved].outs
+    metas = {**program.metas, out: replace(program.metas[out], shape=(7,))}
+    with broken(f"register r{out} is as large as r"):
+        verify_program(graph, replace(program, metas=metas))
     with broken("what Python may read is written"):
         verify_program(graph, replace(program, kept=program.kept | {unwritten}))
     with broken("every switch is one of the switch-cases"):

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass
 
 import coexec
-from tests.coexec.harness import difference, eager_tape, run
+from tests.coexec.harness import assert_blocks_fit, difference, eager_tape, run
 from tests.fuzz.programs import STEPS, Generated
 
 
@@ -53,6 +53,7 @@ def check(program: Generated, *, every: int = 1, same=operator.eq, **options) ->
         eager = run(make, step, STEPS, eager_tape, every)
         ours = run(make, step, STEPS, functools.partial(coexec.GradientTape, **options), every)
     explanation = coexec.explain()
+    assert_blocks_fit(explanation.programs)
     for k, (a, b) in enumerate(zip(eager, ours, strict=True)):
         for what in ("raised", "printed", "returned", "state", "random"):
             x, y = getattr(a, what), getattr(b, what)
