@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
-from bench.state import compare_states
+from bench.modes import start_run
+from bench.programs import PROGRAMS
+from bench.state import compare_states, nudge
 
 VALUE = torch.tensor([1.0, 2.0, float("nan")])
 
@@ -83,3 +85,18 @@ def test_a_run_may_be_about_as_far_from_eager_as_the_farthest_nudged_one(change,
 
     assert compare_states(state, EAGER, 1e-3, NUDGED).first == first
     assert not compare_states(state, EAGER, None, NUDGED).equal
+
+
+def test_a_nudge_moves_each_number_by_one_unit_in_the_last_place_and_each_nudge_in_other_directions():
+    runs = [start_run(PROGRAMS["digits"], "eager", seed=0, preset="tiny") for _ in range(4)]
+    for number, run in enumerate(runs[1:]):
+        nudge(run, number)
+    before, *after = [[p.detach() for p in run.training.model.parameters()] for run in runs]
+    higher, lower = (
+        [torch.nextafter(p, torch.full_like(p, to)) for p in before] for to in (math.inf, -math.inf)
+    )
+
+    assert all(map(torch.equal, after[0], higher))
+    for moved in after[1:]:
+        assert all(((m == h) | (m == b)).all() for m, h, b in zip(moved, higher, lower, strict=True))
+    assert not all(map(torch.equal, after[1], after[2]))
