@@ -474,7 +474,7 @@ class ProgramState:
     def _starts_compiling(self, graph: TraceGraph) -> bool:
         """Has another process compile the blocks of a graph, if there are any to be compiled there."""
         self.stop_compiling()
-        if self.options.executor != "inductor" or not self.options.background or core is None:
+        if not (self._may_compile and self.options.background):
             return False
         self._compilation = compile_in_background(graph)
         if self._compilation is None:

@@ -7,7 +7,7 @@ Out: what TorchInductor compiles: their graph, what it reads and what it compute
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -145,8 +145,8 @@ def make_block(
     module = GraphModule(dict(constants), graph)
     local = {symbol: index for index, symbol in enumerate(symbols)}
     inputs: list[InputMeta | SymbolInput] = [TOKEN, *(SymbolInput.of(program.symbols[s]) for s in symbols)]
-    inputs += [_input_meta(r, registers, local) for r in sources]
     given = tuple([_given(r, registers) for r in sources])
+    inputs += [InputMeta.of(g, local) for g in given]
     calls = [i for i in body if isinstance(i, Call)]
     random = any(c.random for c in calls)
     metas = tuple(program.metas.get(r) for r in outs)
@@ -173,20 +173,13 @@ def is_compiled(instruction: Instruction, registers: Registers) -> bool:
     return True
 
 
-def _input_meta(register: int, registers: Registers, symbols: Mapping[int, int]) -> InputMeta:
+def _given(register: int, registers: Registers) -> Given:
     if register in registers.numbers:
-        return InputMeta((), (), dtype_of(registers.numbers[register]), "cpu")
+        return Given((), (), dtype_of(registers.numbers[register]), torch.device("cpu"))
     meta = registers.program.metas.get(register)
     if meta is None:
         raise Unsupported("sizes of an argument that other calls make on other paths are not known")
-    return InputMeta.of(meta, symbols)
-
-
-def _given(register: int, registers: Registers) -> Given:
-    if register in registers.numbers:
-        return Given((), (), dtype_of(registers.numbers[register]))
-    meta = registers.program.metas[register]
-    return Given(meta.shape, meta.stride, meta.dtype)
+    return Given(meta.shape, meta.stride, meta.dtype, meta.device)
 
 
 def _emit_call(graph: Graph, call: Call, registers: Registers, env: dict[int, Node], encode: Any) -> None:

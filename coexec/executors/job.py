@@ -22,8 +22,9 @@ from coexec._private_inductor import compile_ahead_of_time
 from coexec.executors.cache import install, path_of
 from coexec.executors.channels_last import KeepsLayout, to_channels_last
 from coexec.pace import processors
+from coexec.tracegraph.program import Given
 from coexec.tracegraph.sizes import Symbol, renumbered, value_of
-from coexec.tracegraph.trace import Dimension, TensorMeta
+from coexec.tracegraph.trace import Dimension
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +43,11 @@ class InputMeta:
     device: str
 
     @staticmethod
-    def of(meta: TensorMeta, numbers: Mapping[int, int]) -> InputMeta:
-        """What is relevant of a tensor's metadata, its symbols renumbered."""
-        shape = tuple(renumbered(s, numbers) for s in meta.shape)
-        stride = tuple(renumbered(s, numbers) for s in meta.stride)
-        return InputMeta(shape, stride, meta.dtype, str(meta.device))
+    def of(given: Given, numbers: Mapping[int, int]) -> InputMeta:
+        """What a block takes for granted of a tensor, its symbols renumbered."""
+        shape = tuple(renumbered(s, numbers) for s in given.shape)
+        stride = tuple(renumbered(s, numbers) for s in given.stride)
+        return InputMeta(shape, stride, given.dtype, str(given.device))
 
     def example(self, symbols: Sequence[Any]) -> torch.Tensor:
         """A tensor like that, with these symbols."""

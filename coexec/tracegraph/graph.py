@@ -14,7 +14,7 @@ Source: Terra's TraceGraph (dissertation, section 3.2.2 and definition 1).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -287,23 +287,26 @@ def _value(graph: TraceGraph, made: Produced) -> Computed | None:
 def varying_captures(graph: TraceGraph) -> set[int]:
     """The captured tensors that nodes take in several sizes: no program can say what such a tensor is."""
     metas: dict[int, set[object]] = defaultdict(set)
-    for node in graph.nodes:
-        arguments: tuple[TensorMeta, ...] = node.key[2]  # type: ignore[index]  # made by the recorder
-        for alternative in node.alternatives:
-            for binding, meta in zip(alternative.bindings, (*arguments, *node.implicit_metas), strict=True):
-                if isinstance(binding, Captured) and meta is not None:
-                    metas[binding.index].add((meta.shape, meta.stride, meta.dtype))
+    for binding, meta in _external_arguments(graph):
+        if isinstance(binding, Captured):
+            metas[binding.index].add((meta.shape, meta.stride, meta.dtype))
     return {index for index, found in metas.items() if len(found) > 1}
 
 
 def external_metas(graph: TraceGraph) -> dict[Captured | Fed, TensorMeta]:
     """The metadata of external tensors, from the nodes that take them as arguments."""
     metas: dict[Captured | Fed, TensorMeta] = {}
+    for binding, meta in _external_arguments(graph):
+        metas.setdefault(binding, meta)
+    return metas
+
+
+def _external_arguments(graph: TraceGraph) -> Iterator[tuple[Captured | Fed, TensorMeta]]:
+    """The external tensors among the arguments of nodes, with what each node takes them for."""
     for node in graph.nodes:
         arguments: tuple[TensorMeta, ...] = node.key[2]  # type: ignore[index]  # made by the recorder
-        all_metas = (*arguments, *node.implicit_metas)
+        metas = (*arguments, *node.implicit_metas)
         for alternative in node.alternatives:
-            for binding, meta in zip(alternative.bindings, all_metas, strict=True):
+            for binding, meta in zip(alternative.bindings, metas, strict=True):
                 if isinstance(binding, (Captured, Fed)) and meta is not None:
-                    metas.setdefault(binding, meta)
-    return metas
+                    yield binding, meta

@@ -118,6 +118,7 @@ class Given:
     shape: tuple[Dimension, ...]
     stride: tuple[Dimension, ...]
     dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def _uncompiled(monkeypatch):
 
 def run(schedule):
     """Equality with eager; after each step, which executor has the blocks, and how long it waits for more."""
-    seen = []
+    seen = {}
 
     def step(state, k, tape):
         x = torch.randn(5, 4)
@@ -35,12 +35,12 @@ def run(schedule):
         programs = coexec.explain().programs
         if programs and programs[0].blocks:
             [executor] = {b.executor for b in programs[0].blocks}
-            seen.append((k, executor, programs[0].unsettled))
+            seen[k] = executor, programs[0].unsettled
         return loss
 
     report = compare(linear, step, len(schedule), executor="inductor")
     assert report.steps["co-execution"] > 0
-    return report, {k: (executor, unsettled) for k, executor, unsettled in seen}
+    return report, seen
 
 
 def test_the_first_graph_and_that_after_the_first_fallback_are_compiled_at_once():
