@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from coexec import interrupts
 from coexec._private import enter, foreign_modes, leave, without_current_modes, without_own_modes
 from coexec.block_watch import INIT_GROUP, ZERO_GRAD, BlockWatch, Watched
 from coexec.callbacks.iteration import Callbacks
@@ -78,23 +79,32 @@ class GradientTape:
         self._key = key
         self._session: _Session | None = None
         self._profiled: Callable[[str], None] | None = None
+        self._handlers: interrupts.Handlers = ()
         self._entered = False
 
     def __enter__(self) -> GradientTape:
         if self._entered:
             raise TapeError("this tape is in use; make a new GradientTape for each iteration")
-        self._entered = True
+        handlers = interrupts.put_off()
+        try:
+            self._enter(sys._getframe(1))
+        except BaseException:
+            interrupts.as_before(handlers)
+            raise
+        self._handlers = handlers
+        return self
+
+    def _enter(self, frame: FrameType) -> None:
         if getattr(_active, "depth", 0) or self._options.mode == "eager":
             settle_all()
         else:
-            frame = sys._getframe(1)
             state = state_of(frame, self._key, self._options)
             profile = active_profile()
             settle_all(but=state.pending if _may_run_ahead(state, self._options) else None)
             self._profiled = None if profile is None else profile.begin(state)
             self._session = _begin(state, frame, self._options)
+        self._entered = True
         _active.depth = getattr(_active, "depth", 0) + 1
-        return self
 
     def __exit__(
         self,
@@ -106,12 +116,14 @@ class GradientTape:
         self._entered = False
         session, self._session = self._session, None
         profiled, self._profiled = self._profiled, None
+        handlers, self._handlers = self._handlers, ()
         try:
             if session is not None:
                 session.end(error)
         finally:
             if profiled is not None:
                 profiled("eager" if session is None else session.phase)
+            interrupts.as_before(handlers)
 
     @staticmethod
     def profile(folder: str | os.PathLike[str] | None = None) -> Profile:
@@ -538,6 +550,7 @@ class _CoexecutionSession(_Session):
                 self._ended()
         if self._recorder is not None:
             self._fell_back()
+            self.runner.raise_interrupt()
             return False
         state.steps["co-execution"] += 1
         self._seconds += time.perf_counter() - self._began
@@ -545,6 +558,7 @@ class _CoexecutionSession(_Session):
             log.info("%s: iteration %d: the GraphRunner starts when Python waits", state.key, state.iteration)
         self._record_times(self._seconds, self._graph_times, self._graph_runner.times(), self.runner.stall_s)
         state.coexecuted(way)
+        self.runner.raise_interrupt()
         return True
 
     def _ended(self) -> None:

@@ -11,6 +11,7 @@
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -325,6 +326,8 @@ bool Runner::leaves_processors() const { return program_->threads > 0; }
 void Runner::run() {
   current() = this;
   thread_state_.apply();
+  // Operators that are made of Python code meet tensors here whose use waits for this very thread.
+  at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
   begin_keeping();
   if (leaves_processors()) limit_kernel_threads(program_->threads);
   auto t = Clock::now();

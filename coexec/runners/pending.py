@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from coexec import interrupts
 from coexec._native import core
 from coexec._private import forget_hulls, in_no_context, keep_hulls, successor
 from coexec.runners.graph_runner import GraphRunner
@@ -86,15 +87,19 @@ class Pending:
         with _lock:
             if self.settled:
                 return
-            self.settled = True
-            with in_no_context():  # that of whoever needs a result has nothing to do with it
-                self.graph_runner.join()
-                self.lift()
-                for tensor in self._owned:
-                    del _owners[id(tensor)]
-                self._owned.clear()
-                _all.discard(self)
-                self.committed = self._finish()
+            handlers = interrupts.put_off()
+            try:
+                self.settled = True
+                with in_no_context():  # that of whoever needs a result has nothing to do with it
+                    self.graph_runner.join()
+                    self.lift()
+                    for tensor in self._owned:
+                        del _owners[id(tensor)]
+                    self._owned.clear()
+                    _all.discard(self)
+                    self.committed = self._finish()
+            finally:
+                interrupts.as_before(handlers)
 
 
 def _nothing() -> None:

@@ -111,6 +111,7 @@ class PythonRunner(EnteredNatively):
             before.abandon = self._abandon
         self._outcome: Results | None = None
         self._put_back: Callable[[], None] | None = None  # gradients that were announced
+        self._interrupt: KeyboardInterrupt | None = None
         # What the iteration before holds was its own, and nobody has touched it since.
         self.exclusive = exclusive and native and all(is_pending(t) or is_exclusive(t) for t in bound)
         self.graph_runner.begin(skeleton.program, bound, not lazy)
@@ -741,10 +742,11 @@ class PythonRunner(EnteredNatively):
     def complete(self) -> None:
         """Waits for the GraphRunner and gives Python the results.
 
+        An interrupt is kept for `raise_interrupt`.
+
         Raises:
             Mismatch: if the GraphRunner failed before it wrote anything.
         """
-        interrupt: KeyboardInterrupt | None = None
         forgotten = False
         while True:
             try:
@@ -755,13 +757,17 @@ class PythonRunner(EnteredNatively):
                 self.stalled(self.graph_runner.wait)
                 break
             except KeyboardInterrupt as e:
-                interrupt = e  # the commit may have begun: it is finished first
+                self._interrupt = e  # the commit may have begun: it is finished first
             except RuntimeError as e:
                 if self.graph_runner.committing():
                     raise
                 raise Mismatch("CX0005", str(e)) from e
         publish(self._outcome or self._find_results(announced=False), self.graph_runner)
         self._outcome = self._put_back = None
+
+    def raise_interrupt(self) -> None:
+        """Raises what interrupted the wait of `complete`, if anything did."""
+        interrupt, self._interrupt = self._interrupt, None
         if interrupt is not None:
             raise interrupt
 

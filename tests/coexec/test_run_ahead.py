@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import coexec
+from coexec._native import core
+from coexec.executors import inductor
 from coexec.runners.python_runner import PythonRunner
 from tests.coexec.harness import Twice, coexecuted, compare, eager_tape, run, train
+from tests.coexec.uncompiled import function_of, use_graphs
 
 SLOW = torch.randn(900, 900) / 900
 
@@ -236,3 +240,31 @@ def test_an_interrupt_while_the_iteration_before_is_waited_for(ahead, monkeypatc
     assert [seen.raised for seen in ours if seen.raised] == [("KeyboardInterrupt", "")]
     assert ours[-1].state == eager[-1].state
     assert sum(ahead) >= 5
+
+
+def test_python_code_of_a_block_meets_tensors_that_are_pending(monkeypatch):
+    """Its use of them waits for nobody: the thread that it runs on is the one to wait for."""
+    use_graphs(monkeypatch.setattr)
+
+    def library_of(block):
+        run = function_of(block)
+
+        def compute(inputs):
+            time.sleep(0.01)  # until Python has left the block
+            return run(inputs)
+
+        return core.Library(compute)
+
+    monkeypatch.setattr(inductor, "library_of", library_of)
+
+    def step(s, k, tape):
+        with tape(executor="inductor"):
+            s.optimizer.zero_grad()
+            loss = s.model(torch.randn(5, 4)).square().mean()
+            loss.backward()
+            s.optimizer.step()
+
+    report = compare_ahead(network(), step, 12)
+
+    assert coexecuted(report, 6)
+    assert not report.causes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
-import ctypes
 import threading
 import time
 import zipfile
@@ -176,33 +174,6 @@ def test_each_part_is_computed_once_however_many_there_are(native, in_each_block
 
     assert counts
     assert not wrong
-
-
-def test_an_interrupt_ends_the_wait_of_a_thread_that_computes_parts(native, in_each_block):
-    sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p)
-    started, raised = threading.Event(), 0
-
-    def block():
-        started.set()
-        getattr(native, "__wrap_GOMP_parallel")(sleep, ctypes.c_void_p(200_000), 4, 0)
-
-    def interrupt():
-        if started.wait(30):
-            time.sleep(0.1)
-            _thread.interrupt_main()
-
-    in_each_block(block)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        train(lambda: coexec.GradientTape(executor="inductor"))
-    except KeyboardInterrupt:
-        raised += 1
-    thread.join()
-
-    assert started.is_set()
-    assert raised == 1
-    assert train(lambda: coexec.GradientTape(executor="inductor"), 3) == train(eager_tape, 3)
 
 
 # What is compiled.

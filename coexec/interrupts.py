@@ -1,0 +1,108 @@
+"""Interrupts (Ctrl-C and other signals) that come while coexec is at work are put off until it is done.
+
+In:  signals whose handlers may raise, while a block runs or an iteration is being finished.
+Out: the same handlers, called when no function of coexec is on the stack.
+
+Python calls a handler between any two instructions of the main thread. An exception that is raised in the
+middle of a tape's end would leave modes entered, or gradients that nobody sets. So another handler takes the
+place of each of them for the time of a block: it looks at the stack, and where coexec is at work it has the
+signal sent once more a little later. What waits too long, or is interrupted a second time, is let go.
+"""
+
+from __future__ import annotations
+
+# `signal` has the same functions, ten times slower: this is called in each iteration.
+import _signal  # type: ignore[import-not-found]
+import _thread
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+#: Signals by which programs are asked to stop, and which time limits are made of.
+SIGNALS = tuple(
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name) and hasattr(signal, "pthread_kill")
+)
+
+#: Seconds until a signal that was put off is sent again.
+AGAIN_S = 1e-3
+
+#: Seconds that one is put off at most.
+PATIENCE_S = 5.0
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+Handlers = tuple[tuple[int, "_StandIn"], ...]
+
+
+class _StandIn:
+    """A handler that calls another one, now or later."""
+
+    __slots__ = ("_came", "_handler", "_sent")
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._handler = handler
+        self._came: float | None = None  # when the signal came that is put off
+        self._sent = False  # whether it was sent again since
+
+    @property
+    def handler(self) -> Callable[[int, FrameType | None], Any]:
+        return self._handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        first = self._came is None
+        again, self._sent = self._sent, False
+        if (first or (again and now - (self._came or now) < PATIENCE_S)) and _at_work(frame):
+            self._came = now if first else self._came
+            _thread.start_new_thread(self._send_again, (number,))
+            return
+        self._came = None
+        self._handler(number, frame)
+
+    def _send_again(self, number: int) -> None:
+        time.sleep(AGAIN_S)
+        if self._came is not None:
+            self._sent = True
+            signal.pthread_kill(_main_thread(), number)  # a wait that was begun since ends, too
+
+
+def _at_work(frame: FrameType | None) -> bool:
+    """Whether a function of coexec is on the stack."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_HERE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _main_thread() -> int:
+    ident = threading.main_thread().ident
+    assert ident is not None  # it runs
+    return ident
+
+
+def put_off() -> Handlers:
+    """Takes the place of the handlers, if this is the main thread; `as_before` undoes it."""
+    if threading.get_ident() != _main_thread():
+        return ()
+    placed: Handlers = ()
+    for number in SIGNALS:
+        handler = _signal.getsignal(number)
+        if callable(handler) and handler.__class__ is not _StandIn:
+            stand_in = _StandIn(handler)
+            _signal.signal(number, stand_in)
+            placed = (*placed, (number, stand_in))
+    return placed
+
+
+def as_before(placed: Handlers) -> None:
+    """Puts the handlers back, where nobody has set others."""
+    for number, stand_in in placed:
+        if _signal.getsignal(number) is stand_in:
+            _signal.signal(number, stand_in.handler)
