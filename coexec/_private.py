@@ -268,6 +268,12 @@ def has_setup_context(function: type[torch.autograd.Function]) -> bool:
     return bool(torch.autograd.function._is_setup_context_defined(function.setup_context))
 
 
+#: The attribute of a function with what Dynamo compiles in its place.
+DYNAMO_INLINES = "_torchdynamo_inline"
+
+#: Modules whose functions call `handle_torch_function` when a mode is active.
+DISPATCHING: tuple[Any, ...] = (torch.functional, torch.nn.functional, torch._tensor, torch.autograd)
+
 #: What PyTorch makes for a checkpoint, the region in which it saves nothing, and where it finds them.
 CHECKPOINTS: tuple[Any, str, str] = (_checkpoint, "_CheckpointFrame", "_checkpoint_hook")
 CheckpointFrame: Any = getattr(_checkpoint, "_CheckpointFrame", object)

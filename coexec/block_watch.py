@@ -11,8 +11,11 @@ Out: a context in which calls of these kinds on that thread call it first:
 - the beginning of a `torch.func` transform, whose C++ code wraps tensors.
 
 The call itself runs in the context that the callback returns. Calls of the functional forms of optimizers
-are handed to a second callback, which makes them, and so is what optimizers do to gradients. The stand-ins
-are in place only while some thread is in a block, and pass on what other threads call.
+are handed to a second callback, which makes them, and so is what optimizers do to gradients; what dispatches
+torch functions that are written in Python calls the block's mode without Python code. The stand-ins
+are in place only while some thread is in a block, and pass on what other threads call. Those in classes that
+every program uses stay from the first block on: Python 3.13 never again caches the attributes of a class that
+has changed a thousand times.
 """
 
 from __future__ import annotations
@@ -31,11 +34,14 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function
 
+from coexec._native import core
 from coexec._private import (
     AUTOGRAD_APPLY,
     AUTOGRAD_FUNCTION,
     CHECKPOINTS,
     CONTROL_FLOW,
+    DISPATCHING,
+    DYNAMO_INLINES,
     EXPORTS,
     FRAMES_SAVE_INPUTS,
     SCRIPTED,
@@ -86,6 +92,7 @@ ZERO_GRAD, INIT_GROUP = "zero_grad", "_init_group"
 _lock = threading.Lock()
 _watches: dict[int, BlockWatch] = {}  # by thread
 _saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is there
+_HOT = (torch.Tensor, torch.optim.Optimizer)  # classes whose attributes are looked up all the time
 _ABSENT = object()
 _NO_METHODS: Mapping[str, Method] = {}
 
@@ -233,6 +240,10 @@ def _watched_call(kind: Watched, name: str, original: Any) -> Any:
         with _report(kind, name, (args, kwargs)):
             return original(*args, **kwargs)
 
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    vars(watched)[DYNAMO_INLINES] = unwatched  # Dynamo knows the original
     return watched
 
 
@@ -279,14 +290,22 @@ class _Place:
     before: Any = None
     stand_in: Any = None
 
+    @property
+    def stays(self) -> bool:
+        """Whether the stand-in stays in place between blocks."""
+        return isinstance(self.owner, type) and issubclass(self.owner, _HOT)
+
     def occupy(self) -> None:
         before = self.owner.__dict__.get(self.name, _ABSENT)
+        if self.stand_in is not None and before is self.stand_in:
+            return
         if self.only is not None and before is not self.only and not is_left_alone(before, self.only):
             return  # what the user has put there is the user's
         if before is not self.before:
             self.before = before
             self.stand_in = self.make(getattr(self.owner, self.name) if before is _ABSENT else before)
-        _saved.append((self.owner, self.name, before, self.stand_in))
+        if not self.stays:
+            _saved.append((self.owner, self.name, before, self.stand_in))
         setattr(self.owner, self.name, self.stand_in)
 
 
@@ -314,6 +333,11 @@ def _places() -> list[_Place]:
     if FRAMES_SAVE_INPUTS:
         module, frame, region = CHECKPOINTS
         found += [_Place(module, frame, _watched_frame), _Place(module, region, _watched_region)]
+    if core is not None:  # functions that Python dispatches reach their mode without Python code
+        found += [
+            _Place(module, handle_torch_function.__name__, core.handler, handle_torch_function)
+            for module in DISPATCHING
+        ]
     for functional, original in ORIGINALS.items():
         module = importlib.import_module(functional.module)
         make = functools.partial(_watched_update, functional)

@@ -1,5 +1,9 @@
 #include "entry.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/utils/python_torch_function_mode.h>
+
 #include <unordered_map>
 
 namespace py = pybind11;
@@ -54,11 +58,60 @@ py::object attach(const py::object& mode, py::object python) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, mode.ptr()));
 }
 
+// The function mode that the next call goes to; null if that is none of ours.
+PyObject* own_mode() {
+  if (!at::impl::torch_function_mode_enabled()) return nullptr;
+  int64_t inmost = at::impl::PythonTorchFunctionTLS::stack_len() - 1;
+  PyObject* mode = at::impl::PythonTorchFunctionTLS::get_stack_at(inmost)->ptr(getPyInterpreter());
+  return entries().count(mode) ? mode : nullptr;
+}
+
+// handle_torch_function(function, relevant arguments, *args, **kwargs)
+PyObject* handle_torch_function(PyObject* original, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  PyObject* mode = count < 2 ? nullptr : own_mode();
+  if (!mode) return PyObject_Vectorcall(original, args, count, names);
+  try {
+    py::tuple positional(count - 2);
+    for (Py_ssize_t i = 2; i < count; ++i) PyTuple_SET_ITEM(positional.ptr(), i - 2, Py_NewRef(args[i]));
+    py::object keywords = py::none();
+    if (names) {
+      keywords = py::dict();
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+        if (PyDict_SetItem(keywords.ptr(), PyTuple_GET_ITEM(names, i), args[count + i]) < 0) return nullptr;
+      }
+    }
+    torch::overrides::StashTorchFunctionModeGuard others;
+    // None of our modes looks at the types.
+    py::object answered = answer(mode, args[0], py::tuple().ptr(), positional.ptr(), keywords.ptr());
+    if (answered.ptr() != Py_NotImplemented) return answered.release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  // The original tries other implementations, or says that there is none.
+  auto state = at::impl::PythonTorchFunctionTLS::get_disabled_state();
+  at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  PyObject* returned = PyObject_Vectorcall(original, args, count, names);
+  at::impl::PythonTorchFunctionTLS::set_disabled_state(state);
+  return returned;
+}
+
+py::object handler(const py::object& original) {
+  static PyMethodDef definition{"handle_torch_function",
+                                reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&handle_torch_function)),
+                                METH_FASTCALL | METH_KEYWORDS, "torch.overrides.handle_torch_function"};
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, original.ptr()));
+}
+
 }  // namespace
 
 void bind_entry(py::module_& m) {
   py::class_<Answering>(m, "Answering");
   m.def("attach", &attach, "A `__torch_function__` for a mode, which `python` answers.");
+  m.def("handler", &handler, "A `handle_torch_function` that calls attached modes at once, and is the original for others.");
   m.def("lead", [](const py::object& mode, Answering* answering) { entries().at(mode.ptr()).answering = answering; },
         py::arg("mode"), py::arg("answering").none(true), "Lets somebody answer before Python does, or nobody.");
   m.def("detach", [](const py::object& mode) { entries().erase(mode.ptr()); });

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from coexec._native import core
 from coexec.block_watch import BlockWatch
 from coexec.tracegraph.calls import meta_of
 from coexec.tracer.nodes import LEAF
-from tests.coexec.harness import Twice
+from tests.coexec.harness import Twice, compare
 
 
 def noting(called):
@@ -205,10 +206,76 @@ def test_functions_and_parameters_made_in_a_block_are_watched_and_work():
     torch.nn.Parameter(x.detach())
 
     assert called == ["Twice.apply", "nn.Parameter", "Tensor._make_subclass"]
-    assert "_make_subclass" not in vars(torch.Tensor)
     assert y.grad_fn.name() == "TwiceBackward"
     assert type(p) is torch.nn.Parameter
     assert not p.requires_grad
+
+
+HOT = (torch.Tensor, torch.nn.Parameter, torch.optim.Optimizer, torch.optim.Adam)
+
+
+def test_classes_that_every_program_uses_do_not_change_with_each_block():
+    """Python 3.13 gives up caching the attributes of a class that changes often."""
+    with BlockWatch(noting([])):
+        inside = [dict(vars(kind)) for kind in HOT]
+
+    assert [dict(vars(kind)) for kind in HOT] == inside
+    assert isinstance(inside[0]["_make_subclass"], staticmethod)
+
+
+def test_dynamo_compiles_what_a_stand_in_stands_for():
+    with BlockWatch(noting([])):
+        pass
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def double(x):
+        return 2 * torch.Tensor._make_subclass(torch.Tensor, x)
+
+    assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
+
+
+class Seeing(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append((function, types))
+        return function(*args, **(kwargs or {}))
+
+
+class Numbers(torch.Tensor):
+    pass
+
+
+def test_what_python_dispatches_reaches_a_mode_of_the_users():
+    x = torch.ones(2).as_subclass(Numbers)
+    with BlockWatch(noting([])), Seeing() as mode:
+        torch.nn.functional.dropout(x, p=0.0, training=False)
+
+    assert mode.seen[0] == (torch.nn.functional.dropout, (Numbers,))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: "a" - x,
+        lambda x: x // None,
+        lambda x: torch.nn.functional.dropout(x, p=2.0),
+        lambda x: torch.nn.functional.dropout(),
+        lambda x: torch.nn.functional.dropout(x, probability=0.5),
+        lambda x: torch.split(x, object()),
+        lambda x: torch.einsum(x),
+    ],
+)
+def test_a_wrong_call_of_what_python_dispatches_raises_what_it_raises_in_eager(wrong):
+    def step(s, k, tape):
+        with tape():
+            s.log.append(torch.nn.functional.dropout(s.x, p=0.5).sum().item())
+            if k % 4 == 3:
+                wrong(s.x * 2)
+
+    compare(lambda: SimpleNamespace(x=torch.ones(4), log=[]), step, 12)
 
 
 def test_the_watch_of_one_thread_does_not_see_another():
