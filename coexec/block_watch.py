@@ -91,7 +91,6 @@ ZERO_GRAD, INIT_GROUP = "zero_grad", "_init_group"
 
 _lock = threading.Lock()
 _watches: dict[int, BlockWatch] = {}  # by thread
-_saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is there
 _HOT = (torch.Tensor, torch.optim.Optimizer)  # classes whose attributes are looked up all the time
 _ABSENT = object()
 _NO_METHODS: Mapping[str, Method] = {}
@@ -279,34 +278,37 @@ def _watched_method(name: str, original: Any) -> Any:
     return watched
 
 
-@dataclass
 class _Place:
-    """Where a stand-in goes; if `only` is given, in the place of that, also where Dynamo has wrapped it."""
+    """Where a stand-in goes; if `only` is given, in the place of that, also where Dynamo has wrapped it.
 
-    owner: Any
-    name: str
-    make: Callable[[Any], Any]  # of what is there
-    only: Any = None
-    before: Any = None
-    stand_in: Any = None
+    Attributes:
+        there: what `owner` has, by name.
+        stays: whether the stand-in stays in place between blocks.
+        before, stand_in: what was there last when a stand-in was made, and that one.
+    """
 
-    @property
-    def stays(self) -> bool:
-        """Whether the stand-in stays in place between blocks."""
-        return isinstance(self.owner, type) and issubclass(self.owner, _HOT)
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any], only: Any = None) -> None:
+        self.owner, self.name, self.only = owner, name, only
+        self.there: Mapping[str, Any] = owner.__dict__
+        self.stays = isinstance(owner, type) and issubclass(owner, _HOT)
+        self.before: Any = object()
+        self.stand_in: Any = object()
+        self._make = make  # of what is there
 
-    def occupy(self) -> None:
-        before = self.owner.__dict__.get(self.name, _ABSENT)
-        if self.stand_in is not None and before is self.stand_in:
+    def occupy(self, found: Any) -> None:
+        """Takes the place of what was found there, unless that is of the user's."""
+        if self.only is not None and found is not self.only and not is_left_alone(found, self.only):
             return
-        if self.only is not None and before is not self.only and not is_left_alone(before, self.only):
-            return  # what the user has put there is the user's
-        if before is not self.before:
-            self.before = before
-            self.stand_in = self.make(getattr(self.owner, self.name) if before is _ABSENT else before)
-        if not self.stays:
-            _saved.append((self.owner, self.name, before, self.stand_in))
+        self.before = found
+        self.stand_in = self._make(getattr(self.owner, self.name) if found is _ABSENT else found)
         setattr(self.owner, self.name, self.stand_in)
+
+    def leave(self) -> None:
+        """Puts back what was there."""
+        if self.before is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
 
 
 def _places() -> list[_Place]:
@@ -354,8 +356,12 @@ _PLACES = _places()
 
 
 def _install() -> None:
-    for place in _PLACES:
-        place.occupy()
+    for place in _PLACES:  # in each iteration
+        found = place.there.get(place.name, _ABSENT)
+        if found is place.before:
+            setattr(place.owner, place.name, place.stand_in)
+        elif found is not place.stand_in:
+            place.occupy(found)
 
 
 def forget() -> None:
@@ -367,11 +373,7 @@ def forget() -> None:
 
 
 def _uninstall() -> None:
-    while _saved:
-        owner, name, original, stand_in = _saved.pop()
-        if owner.__dict__.get(name) is not stand_in:
-            continue  # the user has put something else there
-        if original is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+    for place in _PLACES:
+        # What the user has put there stays.
+        if not place.stays and place.there.get(place.name) is place.stand_in:
+            place.leave()
