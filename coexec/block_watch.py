@@ -13,9 +13,9 @@ Out: a context in which calls of these kinds on that thread call it first:
 The call itself runs in the context that the callback returns. Calls of the functional forms of optimizers
 are handed to a second callback, which makes them, and so is what optimizers do to gradients; what dispatches
 torch functions that are written in Python calls the block's mode without Python code. The stand-ins
-are in place only while some thread is in a block, and pass on what other threads call. Those in classes that
-every program uses stay from the first block on: Python 3.13 never again caches the attributes of a class that
-has changed a thousand times.
+are in place only while some thread is in a block, and pass on what other threads call. Those in classes of
+tensors stay from the first block on: Python 3.13 never again caches the attributes of a class that has
+changed a thousand times.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ ZERO_GRAD, INIT_GROUP = "zero_grad", "_init_group"
 
 _lock = threading.Lock()
 _watches: dict[int, BlockWatch] = {}  # by thread
-_HOT = (torch.Tensor, torch.optim.Optimizer)  # classes whose attributes are looked up all the time
 _ABSENT = object()
 _NO_METHODS: Mapping[str, Method] = {}
 
@@ -290,7 +289,7 @@ class _Place:
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any], only: Any = None) -> None:
         self.owner, self.name, self.only = owner, name, only
         self.there: Mapping[str, Any] = owner.__dict__
-        self.stays = isinstance(owner, type) and issubclass(owner, _HOT)
+        self.stays = isinstance(owner, type) and issubclass(owner, torch.Tensor)
         self.before: Any = object()
         self.stand_in: Any = object()
         self._make = make  # of what is there

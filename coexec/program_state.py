@@ -339,7 +339,8 @@ class ProgramState:
         """The captured tensors of the next iteration; None if one of them is gone."""
         assert self.skeleton is not None
         tensors = [reference() for reference in self._captured]
-        if any(tensors[i] is None for i in self.skeleton.bound):
+        gone = [i for i, tensor in enumerate(tensors) if tensor is None]
+        if any(i in self.skeleton.bound for i in gone):
             return None
         return tensors
 

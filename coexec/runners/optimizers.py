@@ -62,4 +62,4 @@ def _has_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tens
     if isinstance(optimizer, torch.optim.SGD):
         return True
     with torch._C.DisableTorchFunction():
-        return all(optimizer.state.get(p) for p in parameters)
+        return all(map(optimizer.state.get, parameters))

@@ -114,7 +114,16 @@ def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool, announ
     for binding in it.alive:
         results.held[binding] = it.symbol_of(binding).tensor
         results.values[binding] = _value(it, skeleton, binding)
+    held = {(binding.event, binding.output) for binding in it.alive}
+    registers = skeleton.plain if native else {}
     for leaf, value in it.grads.values():
+        if isinstance(value, Produced) and leaf is not None and not isinstance(leaf, Produced):  # nearly all
+            symbol = it.placeholders[value.event, value.output]
+            place = symbol.binding.event, symbol.binding.output
+            register = registers.get(place)
+            if register is not None and place not in held:
+                results.plain.append((leaf, register, symbol.tensor if announced else None))
+                continue
         target = it.symbol_of(leaf).tensor if isinstance(leaf, Produced) else leaf
         assert target is not None
         if isinstance(leaf, Produced) and it.symbol_of(leaf).binding not in results.held:
@@ -122,12 +131,6 @@ def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool, announ
         if isinstance(value, Produced):
             symbol = it.symbol_of(value)
             value = symbol.binding
-            register = skeleton.plain.get((value.event, value.output))
-            plain = native and register is not None and value not in results.held
-            if plain and not isinstance(leaf, Produced):
-                assert register is not None
-                results.plain.append((target, register, symbol.tensor if announced else None))
-                continue
             if value not in results.values:
                 results.values[value] = _value(it, skeleton, value)
             if announced:
