@@ -43,27 +43,31 @@ Handlers = tuple[tuple[int, "_StandIn"], ...]
 class _StandIn:
     """A handler that calls another one, now or later."""
 
-    __slots__ = ("_came", "_handler", "_sent")
+    __slots__ = ("_came", "_sent", "handler")
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self._handler = handler
+        self.handler = handler
         self._came: float | None = None  # when the signal came that is put off
         self._sent = False  # whether it was sent again since
 
-    @property
-    def handler(self) -> Callable[[int, FrameType | None], Any]:
-        return self._handler
-
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        first = self._came is None
-        again, self._sent = self._sent, False
-        if (first or (again and now - (self._came or now) < PATIENCE_S)) and _at_work(frame):
-            self._came = now if first else self._came
-            _thread.start_new_thread(self._send_again, (number,))
+        if self._may_wait() and _at_work(frame) and self._waits(number):
             return
         self._came = None
-        self._handler(number, frame)
+        self.handler(number, frame)
+
+    def _may_wait(self) -> bool:
+        again, self._sent = self._sent, False
+        return self._came is None or (again and time.monotonic() - self._came < PATIENCE_S)
+
+    def _waits(self, number: int) -> bool:
+        """Has the signal sent again; False where no thread can be started any more, as at Python's end."""
+        self._came = self._came or time.monotonic()
+        try:
+            _thread.start_new_thread(self._send_again, (number,))
+        except RuntimeError:
+            return False
+        return True
 
     def _send_again(self, number: int) -> None:
         time.sleep(AGAIN_S)
