@@ -268,6 +268,12 @@ def has_setup_context(function: type[torch.autograd.Function]) -> bool:
     return bool(torch.autograd.function._is_setup_context_defined(function.setup_context))
 
 
+#: Modules that ask `torch.overrides.has_torch_function` before they choose a kernel.
+CHOOSING_KERNELS = frozenset({torch.nn.modules.activation.__name__, torch.nn.modules.transformer.__name__})
+
+#: Calls without the function mode that is entered last.
+without_inmost_mode: Callable[[], AbstractContextManager[Any]] = torch.overrides._pop_mode_temporarily
+
 #: The attribute of a function with what Dynamo compiles in its place.
 DYNAMO_INLINES = "_torchdynamo_inline"
 
@@ -423,6 +429,10 @@ def without_current_modes() -> AbstractContextManager[Any]:
 _C: Any = torch._C
 
 
+#: What has a precision of its own for float32: backends and kinds of operations.
+_PRECISIONS = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("conv", "rnn", "matmul")]
+
+
 def kernel_choices() -> tuple[Any, ...]:
     """The settings by which PyTorch chooses between kernels of one operation."""
     return (
@@ -433,7 +443,7 @@ def kernel_choices() -> tuple[Any, ...]:
         _C._get_cudnn_enabled(),
         _C._get_cudnn_benchmark(),
         _C._get_cudnn_deterministic(),
-        _C._get_float32_matmul_precision(),
+        *(_C._get_fp32_precision_getter(*kind) for kind in _PRECISIONS),
     )
 
 

@@ -25,6 +25,7 @@ import enum
 import functools
 import importlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from coexec._private import (
     AUTOGRAD_APPLY,
     AUTOGRAD_FUNCTION,
     CHECKPOINTS,
+    CHOOSING_KERNELS,
     CONTROL_FLOW,
     DISPATCHING,
     DYNAMO_INLINES,
@@ -48,6 +50,7 @@ from coexec._private import (
     TRANSFORM_ENTRIES,
     is_inmost,
     is_left_alone,
+    without_inmost_mode,
 )
 from coexec.callbacks.checkpoint import Region, frame_of
 from coexec.callbacks.iteration import Callbacks
@@ -245,6 +248,16 @@ def _watched_call(kind: Watched, name: str, original: Any) -> Any:
     return watched
 
 
+def _told_without_own_modes(original: Any) -> Any:
+    def told(arguments: Any) -> bool:
+        # Attention has another kernel, with other results, where no mode and no subclass looks on.
+        asks_for_kernel = sys._getframe(1).f_globals.get("__name__") in CHOOSING_KERNELS
+        with without_inmost_mode() if asks_for_kernel and is_inmost() else contextlib.nullcontext():
+            return bool(original(arguments))
+
+    return told
+
+
 def _watched_new(new: Any) -> Any:
     make = getattr(new, "__func__", new)
 
@@ -339,6 +352,7 @@ def _places() -> list[_Place]:
             _Place(module, handle_torch_function.__name__, core.handler, handle_torch_function)
             for module in DISPATCHING
         ]
+    found.append(_Place(torch.overrides, "has_torch_function", _told_without_own_modes))
     for functional, original in ORIGINALS.items():
         module = importlib.import_module(functional.module)
         make = functools.partial(_watched_update, functional)

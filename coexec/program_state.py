@@ -263,7 +263,8 @@ class ProgramState:
             self.traced(trace, None, fell_back=True)
             learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
             self._in_row += 1
-            forgiven = learned or narrowed or (self._recombines and self._in_row <= MAX_IN_ROW)
+            changed = before is None or self.graph is None or _differ(before, self.graph)
+            forgiven = learned or narrowed or (changed and self._recombines and self._in_row <= MAX_IN_ROW)
         if self.phase in (Phase.DYNAMIC, Phase.EAGER):
             return
         self.recent[-1] = not forgiven
@@ -526,6 +527,11 @@ def _only_generalised(before: TraceGraph, after: TraceGraph) -> bool:
     ways, ways_now = (sum(map(len, g.edges.values())) for g in (before, after))
     same_sizes = before.symbols == after.symbols
     return events == events_now and (ways < ways_now or (same_sizes and _shape(before) != _shape(after)))
+
+
+def _differ(before: TraceGraph, after: TraceGraph) -> bool:
+    """Whether a trace changed anything; where it did not, the next iteration of its kind falls back, too."""
+    return before.symbols != after.symbols or _shape(before) != _shape(after)
 
 
 def _shape(graph: TraceGraph) -> object:

@@ -119,6 +119,11 @@ REASONS = _registry(
         "Nothing to do: it runs eagerly, and both are measured again now and then.",
     ),
     Reason(
+        "CX0121",
+        "the processor began to round otherwise, or to flush denormal numbers",
+        "Call torch.set_flush_denormal outside of the block.",
+    ),
+    Reason(
         "CX0201", "a block runs by the aten executor", "Results are right; only the compiler is not used."
     ),
 )

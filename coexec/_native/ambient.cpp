@@ -1,5 +1,7 @@
 #include "ambient.h"
 
+#include "float_control.h"
+
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/SavedTensorHooks.h>
@@ -18,6 +20,17 @@ namespace {
 int64_t autocast_state(c10::DeviceType device) {
   if (!at::autocast::is_autocast_enabled(device)) return -1;
   return static_cast<int64_t>(at::autocast::get_autocast_dtype(device));
+}
+
+// How kernels may round float32, by backend and kind of operation; and how the thread rounds.
+int64_t precisions(const at::Context& context) {
+  int64_t all = float_control();
+  for (auto backend : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN}) {
+    for (auto op : {at::Float32Op::CONV, at::Float32Op::RNN, at::Float32Op::MATMUL}) {
+      all = all << 8 | static_cast<int64_t>(context.float32Precision(backend, op));
+    }
+  }
+  return all;
 }
 
 }  // namespace
@@ -39,12 +52,11 @@ Ambient ambient_fingerprint() {
            static_cast<int64_t>(context.userEnabledMkldnn()) << 47 |
            static_cast<int64_t>(context.userEnabledCuDNN()) << 48 |
            static_cast<int64_t>(context.benchmarkCuDNN()) << 49 |
-           static_cast<int64_t>(context.deterministicCuDNN()) << 50 |
-           static_cast<int64_t>(context.float32MatmulPrecision()) << 52;
+           static_cast<int64_t>(context.deterministicCuDNN()) << 50;
   flags |= static_cast<int64_t>(c10::typeMetaToScalarType(c10::get_default_dtype())) << 8;
   flags |= static_cast<int64_t>(at::get_num_threads()) << 16;
   flags |= static_cast<int64_t>(c10::impl::TorchDispatchModeTLS::stack_len()) << 32;
-  return {flags, autocast_state(c10::DeviceType::CPU), autocast_state(c10::DeviceType::CUDA)};
+  return {flags, autocast_state(c10::DeviceType::CPU), autocast_state(c10::DeviceType::CUDA), precisions(context)};
 }
 
 }  // namespace coexec

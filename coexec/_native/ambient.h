@@ -5,7 +5,7 @@
 
 namespace coexec {
 
-using Ambient = std::array<int64_t, 3>;
+using Ambient = std::array<int64_t, 4>;
 
 // Whether a torch.func transform is running; the fingerprint does not tell one from another.
 bool is_transformed();

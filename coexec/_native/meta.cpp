@@ -28,12 +28,13 @@ Meta::Meta(const py::dict& d)
 }
 
 bool Meta::fits(const at::Tensor& tensor) const {
-  return tensor.sizes() == at::IntArrayRef(shape) && fits_but_for_sizes(tensor) &&
+  return fits_but_for_sizes(tensor) && tensor.sizes() == at::IntArrayRef(shape) &&
          tensor.strides() == at::IntArrayRef(stride);
 }
 
 bool Meta::fits_but_for_sizes(const at::Tensor& tensor) const {
-  return tensor.layout() == at::kStrided && tensor.scalar_type() == dtype &&
+  // Nested tensors, whose layout is strided, have no sizes.
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.scalar_type() == dtype &&
          tensor.dim() == static_cast<int64_t>(shape.size()) && tensor.device() == device && tensor.requires_grad() == requires_grad && tensor.is_leaf() == is_leaf;
 }
 

@@ -72,7 +72,7 @@ void mix_tensors(PyObject* value, uint64_t& hash) {
   if (THPVariable_Check(value)) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
     mix(hash, static_cast<uint64_t>(tensor.scalar_type()) + 64 * tensor.requires_grad());
-    if (tensor.layout() != at::kStrided) return;
+    if (tensor.layout() != at::kStrided || tensor.is_nested()) return;
     for (int64_t size : tensor.sizes()) mix(hash, static_cast<uint64_t>(size));
   } else if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {

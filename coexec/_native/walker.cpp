@@ -1,6 +1,7 @@
 #include "walker.h"
 
 #include "ambient.h"
+#include "float_control.h"
 #include "calls.h"
 #include "entry.h"
 #include "location.h"
@@ -882,6 +883,8 @@ void bind_walker(py::module_& m) {
   m.def("set_gradients", &set_gradients, "Gives each tensor the value of a register as its gradient.");
   m.def("ambient_fingerprint", &ambient_fingerprint);
   m.def("is_transformed", &is_transformed);
+  m.def("float_control", &float_control, "How this thread rounds, and whether it flushes denormal numbers.");
+  m.def("set_float_control", &set_float_control);
 }
 
 }  // namespace coexec

@@ -134,7 +134,7 @@ def _returned(leaf: Any, arguments: Sequence[torch.Tensor], outputs: list[torch.
     for index, argument in enumerate(arguments):
         if argument is leaf:
             return calls.SameTensor(index)
-    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
+    if type(leaf) is not torch.Tensor or leaf.is_conj() or leaf.is_neg() or leaf.is_meta:
         raise Unrecordable(f"it returns a {type(leaf).__name__}")
     outputs.append(leaf)
     return calls.NewTensor(len(outputs) - 1)
@@ -244,8 +244,10 @@ class _Operations(TorchDispatchMode):
             if tensor is None or (index < len(in_place) and in_place[index]):
                 results.append(None)
                 continue
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            if not isinstance(tensor, torch.Tensor):
                 raise Unrecordable(f"{function} returns a {type(tensor).__name__}")
+            if not calls.is_strided(tensor):
+                raise Unrecordable(f"{function} returns a tensor that is {calls.layout_of(tensor)}")
             results.append(Result(calls.meta_of(tensor), None))
             self._name(tensor, Local(number, index))
         written = (positional[p] for p in written_positions(function, args))
@@ -258,8 +260,8 @@ class _Operations(TorchDispatchMode):
         self._by_geometry[geometry_of(tensor)] = value
 
     def _value(self, tensor: torch.Tensor) -> Value:
-        if tensor.layout is not torch.strided:
-            raise Unrecordable(f"it uses a tensor of layout {tensor.layout}")
+        if not calls.is_strided(tensor):
+            raise Unrecordable(f"it uses a tensor that is {calls.layout_of(tensor)}")
         value = self._by_object.get(id(tensor))
         if value is None:  # autograd has made another object of it
             value = self._by_geometry.get(geometry_of(tensor))

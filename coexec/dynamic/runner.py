@@ -279,8 +279,8 @@ class DynamicRunner(OwnMode, TorchFunctionMode):
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         (tensor.__class__ in _PLAIN or isinstance(tensor, torch.nn.Parameter))
-        and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and calls.is_strided(tensor)
+        and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
         and not tensor.is_inference()
         and not is_transformed(tensor)
         and not torch.nn.parameter.is_lazy(tensor)

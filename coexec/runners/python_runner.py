@@ -478,8 +478,10 @@ class PythonRunner(EnteredNatively):
             return symbol.meta
         if tensor.__class__ is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
             raise Mismatch("CX0107", f"{type(tensor).__name__} is a tensor subclass")
-        if tensor.layout is not torch.strided:
-            raise Mismatch("CX0107", f"a tensor has layout {tensor.layout}")
+        if not calls.is_strided(tensor):
+            raise Mismatch("CX0107", f"a tensor is {calls.layout_of(tensor)}")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise Mismatch("CX0107", "a parameter is not initialized yet")
         return calls.meta_of(tensor)
 
     def numbers_agree(self, node: Node, alternative: Alternative, numbers: list[Number]) -> bool:

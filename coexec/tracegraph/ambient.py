@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 
+from coexec._native import core
 from coexec._private import kernel_choices, transform_depth
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def float_control() -> int:
+    """How this thread rounds, and whether it flushes denormal numbers."""
+    return 0 if core is None else int(core.float_control())
 
 
 def ambient(own_modes: int = 0) -> Hashable:
@@ -38,15 +44,19 @@ def ambient(own_modes: int = 0) -> Hashable:
         torch.is_anomaly_enabled(),
         transform_depth(own_modes),
         kernel_choices(),
+        float_control(),
     )
 
 
 @contextlib.contextmanager
 def restored(state: Hashable) -> Iterator[None]:
-    """Runs a block under the grad mode, autocast state and default dtype of an earlier call."""
+    """Runs a block under the grad mode, autocast state, default dtype and rounding of an earlier call."""
     made_by_ambient: Any = state
-    grad, inference, autocast, dtype, *_ = made_by_ambient
+    grad, inference, autocast, dtype, *_, rounding = made_by_ambient
     with contextlib.ExitStack() as stack:
+        if rounding != float_control():
+            stack.callback(core.set_float_control, float_control())
+            core.set_float_control(rounding)
         if inference != torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(inference))
         if grad != torch.is_grad_enabled():

@@ -245,6 +245,18 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     )
 
 
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is numbers at places that its strides tell."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def layout_of(tensor: torch.Tensor) -> str:
+    """What `is_strided` looks at, in words."""
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    return f"of layout {tensor.layout}"
+
+
 def hooks_of(tensor: torch.Tensor) -> Hooks:
     """How many hooks a leaf has (call it where torch functions are not intercepted)."""
     return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())

@@ -33,11 +33,12 @@ from coexec._private import (
     transform_depth,
     without_own_modes,
 )
+from coexec.callbacks.passes import given
 from coexec.callbacks.stepped import SteppedBackward
 from coexec.location import describe
 from coexec.reasons import Cause, cause
 from coexec.tracegraph import calls, functions
-from coexec.tracegraph.ambient import ambient
+from coexec.tracegraph.ambient import ambient, float_control
 from coexec.tracegraph.callbacks import Applied, CalledBack, Stopped, is_callback
 from coexec.tracegraph.exposed import Exposure, expose
 from coexec.tracegraph.optimizers import Update, reads_a_counter
@@ -145,7 +146,9 @@ class Recorder(OwnMode, TorchDispatchMode):
         self._unwritten: set[int] = set()  # memory that nothing has been written to
         self._nodes = Nodes()
         self._pass: Pass | None = None  # the backward pass that is running, if it is watched
+        self._rounding: int | None = None  # how the processor did at the first event
         self._unwatched = False  # whether autograd must not see a dispatch mode any more
+        self._rounds_twice = False  # whether a gradient's gradient would be rounded otherwise if it did
         self.cause: Cause | None = None
         self.location = -1
 
@@ -172,10 +175,14 @@ class Recorder(OwnMode, TorchDispatchMode):
         """
         watches = make is None and functions.runs_all(function, args, kwargs)
         make = make or function
+        if self.cause is None:
+            self.location = location
+        if self._rounds_otherwise(function, args, kwargs):
+            self._unwatched = True
+            self.fail("CX0109", f"{functions.name_of(function)} has another gradient while it is recorded")
         if self.cause is not None:
             with without_own_modes() if self._unwatched else nullcontext():
                 return adopt(make(*args, **kwargs))
-        self.location = location
         try:
             prepared = self._prepare(function, args, kwargs)
         except Untraceable as e:
@@ -200,6 +207,20 @@ class Recorder(OwnMode, TorchDispatchMode):
             self._open = None
         return returned
 
+    def _rounds_otherwise(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether the gradient of a call, or the one that it computes, depends on whether it is recorded."""
+        if function in functions.TWICE_ROUNDED_OTHERWISE:
+            self._rounds_twice = True
+        if function in functions.ROUNDED_OTHERWISE:
+            return torch.is_grad_enabled() and any(t.requires_grad for t in calls.tensors_in((args, kwargs)))
+        return (
+            self._rounds_twice
+            and function in functions.BACKWARD
+            and given("create_graph", function, args, kwargs)
+        )
+
     def fail(self, id_: str, detail: str) -> None:
         """Gives the recording up; the program goes on eagerly."""
         if self.cause is None:
@@ -214,7 +235,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         known = self._known.get(id(tensor))
         if known is not None and known.reference() is tensor:
             return isinstance(known.binding, External)
-        if is_transformed(tensor) or tensor.layout is not torch.strided:
+        if is_transformed(tensor) or not calls.is_strided(tensor):
             return False
         return not self._memory.is_computed(storage_id(tensor))
 
@@ -252,13 +273,11 @@ class Recorder(OwnMode, TorchDispatchMode):
             raise Untraceable("CX0102", f"saved tensor hooks around {functions.name_of(function)}")
         if function in functions.UNSUPPORTED:
             raise Untraceable("CX0109", functions.name_of(function))
+        if self._rounding is None:
+            self._rounding = float_control()
+        if self._rounding != float_control():
+            raise Untraceable("CX0121", f"before {functions.name_of(function)}")
         tensors, numbers, key = calls.flatten(args, kwargs)
-        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if differentiable and function in functions.ROUNDED_OTHERWISE:
-            self._unwatched = True
-            raise Untraceable(
-                "CX0109", f"{functions.name_of(function)} has another gradient while it is recorded"
-            )
         if any(True for _ in calls.generators_in(key)):
             raise Untraceable("CX0118", f"{functions.name_of(function)} is given a generator")
         if calls.has_opaque_data(key):
@@ -317,6 +336,9 @@ class Recorder(OwnMode, TorchDispatchMode):
             result = self._template(returned, p.tensors, new)
             outputs += new
             rebinds = self._rebinds(p, outputs)
+            for argument, _ in rebinds:  # some are on other memory now, or look otherwise at theirs
+                if geometry_of(p.tensors[argument]) != p.geometries[argument]:
+                    self._known.pop(id(p.tensors[argument]), None)
             implicit, metas, grads, places = self._new_grads(p, outputs)
         if self._inputs and any(o.writes for o in event.operations):
             self._refresh_inputs()
@@ -468,8 +490,8 @@ class Recorder(OwnMode, TorchDispatchMode):
             raise Untraceable("CX0107", "a parameter is not initialized yet")
         if is_transformed(tensor):
             raise Untraceable("CX0102", f"a torch.func transform runs around {functions.name_of(function)}")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise Untraceable("CX0107", f"a tensor has layout {tensor.layout}")
+        if not calls.is_strided(tensor):
+            raise Untraceable("CX0107", f"a tensor is {calls.layout_of(tensor)}")
         if tensor.requires_grad and not tensor.is_leaf:
             raise Untraceable("CX0104", "a tensor with autograd history was made before the block")
         return self._external(tensor)
@@ -514,9 +536,9 @@ class Recorder(OwnMode, TorchDispatchMode):
         known = self._known.get(id(leaf))
         if known is not None and known.reference() is leaf:
             raise Untraceable("CX0109", f"{self._name()} returned a tensor that was not among its arguments")
-        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+        if type(leaf) is not torch.Tensor or not calls.is_strided(leaf):
             raise Untraceable(
-                "CX0107", f"{self._name()} returns a {type(leaf).__name__} of layout {leaf.layout}"
+                "CX0107", f"{self._name()} returns a {type(leaf).__name__} that is {calls.layout_of(leaf)}"
             )
         new.append(leaf)
         return calls.NewTensor(len(new) - 1)
@@ -676,7 +698,7 @@ class Recorder(OwnMode, TorchDispatchMode):
             if tensor is None:
                 results.append(None)
                 continue
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            if not isinstance(tensor, torch.Tensor) or not calls.is_strided(tensor):
                 raise Untraceable("CX0107", f"{function} returned a {type(tensor).__name__}")
             if self._exists(tensor, tensors):
                 results.append(None)
@@ -724,7 +746,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         written = written_positions(function, given)
         for position, argument in enumerate(given):
             for tensor in calls.tensors_in(argument):
-                if tensor.layout is not torch.strided or storage_id(tensor) not in self._unwritten:
+                if not calls.is_strided(tensor) or storage_id(tensor) not in self._unwritten:
                     continue
                 if position in written:
                     self._unwritten.discard(storage_id(tensor))
@@ -748,8 +770,8 @@ class Recorder(OwnMode, TorchDispatchMode):
 
     def _lookup(self, tensor: torch.Tensor, function: Any = None) -> Value:
         """The event's name for a tensor that one of its operations reads."""
-        if tensor.layout is not torch.strided:
-            raise Untraceable("CX0107", f"{function} reads a tensor of layout {tensor.layout}")
+        if not calls.is_strided(tensor):
+            raise Untraceable("CX0107", f"{function} reads a tensor that is {calls.layout_of(tensor)}")
         if self._pass is not None and (found := self._found_in_pass(self._pass, tensor)) is not None:
             return found
         known = self._known.get(id(tensor))

@@ -349,6 +349,39 @@ def test_a_gradient_that_autograd_computes_otherwise_in_a_dispatch_mode_is_eager
     compare(linear, step, 10)
 
 
+def test_such_a_gradient_is_eagers_also_where_the_iteration_has_no_trace_already():
+    def step(s, k, tape):
+        with tape():
+            torch.ones(2, 3).to_sparse()
+            train(s, s.model(torch.randn(5, 4)).prod(1).mean())
+
+    compare(linear, step, 8)
+
+
+@pytest.mark.parametrize(
+    "reduce", [lambda h: h.cumprod(0).sum(), lambda h: h[:3].det(), lambda h: torch.linalg.slogdet(h[:3])[1]]
+)
+@pytest.mark.parametrize("traced", [True, False])
+def test_the_gradient_of_such_a_gradient_is_eagers(reduce, traced):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            if not traced:
+                torch.ones(2, 3).to_sparse()
+            [grad] = torch.autograd.grad(reduce(s.model(x)), s.model.weight, create_graph=True)
+            train(s, grad.square().sum())
+
+    compare(linear, step, 10)
+
+
+def test_a_cumulative_product_that_is_differentiated_once_has_a_graph():
+    def step(s, k, tape):
+        with tape():
+            train(s, s.model(torch.randn(5, 4)).cumprod(0).mean())
+
+    assert coexecuted(compare(linear, step, 8), 4)
+
+
 def test_an_index_out_of_range_is_an_error_though_nobody_looks_at_the_item():
     def step(s, k, tape):
         x = torch.randn([12, 7, 9, 1, 10, 6, 8][k % 7], 4)

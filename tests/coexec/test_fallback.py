@@ -254,3 +254,19 @@ def test_a_view_that_cannot_be_used_any_more_is_not_looked_at():
 
     report = compare(make, step, 12)
     assert report.fallbacks, report.summary()
+
+
+def test_a_fallback_that_teaches_the_graph_nothing_is_not_forgiven():
+    """The values of the lengths decide about a size inside of the loss, which no trace tells."""
+
+    def step(s, k, tape):
+        x, targets = torch.randn(5, 4), torch.randint(1, 3, (1, 2))
+        with tape():
+            scores = s.model(x)[:, None].log_softmax(-1)
+            lengths = torch.tensor([5]), torch.tensor([1 + k % 2])
+            train(s, torch.nn.functional.ctc_loss(scores, targets, *lengths))
+
+    report = compare(linear, step, 20)
+
+    assert report.phase == "dynamic"
+    assert report.fallbacks <= 4
