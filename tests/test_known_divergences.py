@@ -393,6 +393,32 @@ def test_another_thread_sees_state_as_it_was_before_the_block():
 
 
 @divergence("raised")
+def test_a_tensor_that_a_program_has_used_cannot_be_swapped():
+    """`torch.utils.swap_tensors`, and what converts or loads a module with
+    `torch.__future__.set_swap_module_params_on_conversion(True)`, refuse a tensor with weak references: the
+    program has some. After `coexec.reset()` they work."""
+
+    def step(tape, state, i):
+        weight, other = state
+        with tape():
+            (weight * 2).sum().item()
+        if i < LAST:
+            return None
+        try:
+            torch.utils.swap_tensors(weight, other)
+        except RuntimeError:
+            coexec.reset()
+            torch.utils.swap_tensors(weight, other)
+            return "an error", weight.tolist()
+        return "no error", weight.tolist()
+
+    def make():
+        return parameter(), torch.nn.Parameter(torch.zeros(3))
+
+    assert outcomes(step, make) == (("no error", [0.0] * 3), ("an error", [0.0] * 3))
+
+
+@divergence("raised")
 def test_another_thread_cannot_use_a_result_of_the_block():
     """It meets a placeholder, and the torch functions of that thread are not watched."""
 

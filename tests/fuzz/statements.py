@@ -37,6 +37,7 @@ UNARY = [
     "{a} * {a}.norm().item()",
     "torch.full_like({a}, {n})",
     "{a}.to(torch.bfloat16).to(torch.float32)",
+    "{a}.cumprod(1).tanh()",
 ]
 BINARY = [
     "{a} + {b}",
@@ -178,6 +179,11 @@ def in_place(w):
         "{h}.uniform_()",
         "{h}.diagonal().add_({n})",
         "{h}[:, :2], {h}[:, 2:] = {b}[:, 1:], {b}[:, :1]",
+        "{h}.data = {h} * {n}",
+        "{h}.data = {b}.detach()",
+        "{h}.data, {h} = {b}.detach().clone(), {h} + 1",
+        "{h}.detach().data = {b}.detach()",
+        "{h}.t_().mul_({n}).t_()",
     ]
     for _ in range(1 + w.chance(40)):
         w.emit(w.choose(forms).format(h=name, b=w.matrix(), n=w.number()))
