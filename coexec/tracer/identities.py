@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -24,21 +25,29 @@ class Identities:
         if entry is not None and entry[0]() is tensor:
             return entry[1]
         uid = next(self._next)
-
-        def forget(reference: weakref.ref[torch.Tensor]) -> None:
-            current = self._entries.get(key)
-            if current is not None and current[1] == uid:
-                del self._entries[key]
-            self._by_uid.pop(uid, None)
-
-        reference = weakref.ref(tensor, forget)
+        # Not this object itself: tensors would have weak references until the collector runs.
+        reference = weakref.ref(tensor, functools.partial(_forget, weakref.ref(self), key, uid))
         self._entries[key] = (reference, uid)
         self._by_uid[uid] = reference
         return uid
 
+    def _forget(self, key: int, uid: int) -> None:
+        current = self._entries.get(key)
+        if current is not None and current[1] == uid:
+            del self._entries[key]
+        self._by_uid.pop(uid, None)
+
     def references(self, uids: Iterable[int]) -> tuple[Callable[[], torch.Tensor | None], ...]:
         """For each number a function that returns its object, None when that is gone."""
         return tuple(self._by_uid.get(uid, _gone) for uid in uids)
+
+
+def _forget(
+    identities: weakref.ref[Identities], key: int, uid: int, reference: weakref.ref[torch.Tensor]
+) -> None:
+    owner = identities()
+    if owner is not None:
+        owner._forget(key, uid)
 
 
 def _gone() -> None:
