@@ -447,6 +447,12 @@ def kernel_choices() -> tuple[Any, ...]:
     )
 
 
+def are_dispatch_modes_off() -> bool:
+    """Whether operations of this thread pass all dispatch modes by."""
+    off: bool = _C._dispatch_tls_is_dispatch_key_excluded(_C.DispatchKey.Python)
+    return off
+
+
 def innermost_dispatch_mode() -> Any:
     """The dispatch mode that sees an operation first, None if there is none."""
     stack = _get_current_dispatch_mode_stack()

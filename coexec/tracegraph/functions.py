@@ -143,16 +143,6 @@ UNSUPPORTED: frozenset[Callable[..., Any]] = frozenset(
     | _methods("apply_", "map_", "map2_", "__setstate__", "__reduce_ex__", "resize_", "resize_as_", "set_")
 )
 
-#: PyTorch computes their gradients in another way, with another rounding, while a dispatch mode is active.
-ROUNDED_OTHERWISE: frozenset[Callable[..., Any]] = frozenset(_methods("prod") | _functions("prod"))
-
-#: The same of the gradients of their gradients.
-TWICE_ROUNDED_OTHERWISE: frozenset[Callable[..., Any]] = frozenset(
-    _methods("cumprod", "cumprod_", "det", "logdet", "slogdet")
-    | _functions("cumprod", "det", "logdet", "slogdet")
-    | {torch.linalg.det, torch.linalg.slogdet}
-)
-
 #: Names of functions that take a tensor for its shape, type or device only.
 LOOK_AT_METADATA: frozenset[str] = frozenset(
     {"view_as", "reshape_as", "expand_as", "type_as", "to", "type", "sum_to_size", "broadcast_tensors"}

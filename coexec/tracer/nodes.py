@@ -33,12 +33,17 @@ Edge = tuple[int, int]  # the sequence number of a node, and which of its result
 LEAF = "torch::autograd::AccumulateGrad"
 
 
-def edge_of(tensor: torch.Tensor) -> Edge | None:
-    """Where the gradient of a tensor goes in; None for a tensor without history."""
+def node_of(tensor: torch.Tensor) -> Any:
+    """The node that made a tensor; None for a tensor without history."""
     try:
-        node = tensor.grad_fn
+        return tensor.grad_fn
     except RuntimeError:  # a view that autograd does not want to be used any more
         return None
+
+
+def edge_of(tensor: torch.Tensor) -> Edge | None:
+    """Where the gradient of a tensor goes in; None for a tensor without history."""
+    node = node_of(tensor)
     return None if node is None else (node._sequence_nr(), tensor.output_nr)
 
 

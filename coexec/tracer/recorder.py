@@ -24,6 +24,7 @@ from coexec._private import (
     OwnMode,
     StopRecomputing,
     WithoutModes,
+    are_dispatch_modes_off,
     entered_elsewhere,
     is_exposed,
     is_transformed,
@@ -33,7 +34,6 @@ from coexec._private import (
     transform_depth,
     without_own_modes,
 )
-from coexec.callbacks.passes import given
 from coexec.callbacks.stepped import SteppedBackward
 from coexec.location import describe
 from coexec.reasons import Cause, cause
@@ -82,6 +82,7 @@ from coexec.tracer.operations import (
     written_positions,
     written_values,
 )
+from coexec.tracer.rounding import rounded_otherwise
 
 
 class Untraceable(Exception):
@@ -148,7 +149,6 @@ class Recorder(OwnMode, TorchDispatchMode):
         self._pass: Pass | None = None  # the backward pass that is running, if it is watched
         self._rounding: int | None = None  # how the processor did at the first event
         self._unwatched = False  # whether autograd must not see a dispatch mode any more
-        self._rounds_twice = False  # whether a gradient's gradient would be rounded otherwise if it did
         self.cause: Cause | None = None
         self.location = -1
 
@@ -177,9 +177,11 @@ class Recorder(OwnMode, TorchDispatchMode):
         make = make or function
         if self.cause is None:
             self.location = location
-        if self._rounds_otherwise(function, args, kwargs):
+        if function in functions.BACKWARD and (node := rounded_otherwise(function, args, kwargs)):
             self._unwatched = True
-            self.fail("CX0109", f"{functions.name_of(function)} has another gradient while it is recorded")
+            self.fail(
+                "CX0109", f"{functions.name_of(function)} has other bits for {node} while it is recorded"
+            )
         if self.cause is not None:
             with without_own_modes() if self._unwatched else nullcontext():
                 return adopt(make(*args, **kwargs))
@@ -206,20 +208,6 @@ class Recorder(OwnMode, TorchDispatchMode):
         finally:
             self._open = None
         return returned
-
-    def _rounds_otherwise(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether the gradient of a call, or the one that it computes, depends on whether it is recorded."""
-        if function in functions.TWICE_ROUNDED_OTHERWISE:
-            self._rounds_twice = True
-        if function in functions.ROUNDED_OTHERWISE:
-            return torch.is_grad_enabled() and any(t.requires_grad for t in calls.tensors_in((args, kwargs)))
-        return (
-            self._rounds_twice
-            and function in functions.BACKWARD
-            and given("create_graph", function, args, kwargs)
-        )
 
     def fail(self, id_: str, detail: str) -> None:
         """Gives the recording up; the program goes on eagerly."""
@@ -273,6 +261,8 @@ class Recorder(OwnMode, TorchDispatchMode):
             raise Untraceable("CX0102", f"saved tensor hooks around {functions.name_of(function)}")
         if function in functions.UNSUPPORTED:
             raise Untraceable("CX0109", functions.name_of(function))
+        if are_dispatch_modes_off():
+            raise Untraceable("CX0113", f"no mode sees what {functions.name_of(function)} does")
         if self._rounding is None:
             self._rounding = float_control()
         if self._rounding != float_control():

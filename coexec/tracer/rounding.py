@@ -1,0 +1,49 @@
+"""Gradients that PyTorch computes in another way, with other bits, while a dispatch mode is active.
+
+In:  a call that runs a backward pass.
+Out: the autograd node whose formula asks whether a mode or a subclass of tensors looks on, if there is one.
+
+Such formulas of PyTorch's (in `FunctionsManual.cpp`) write in place where nobody looks on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from coexec.callbacks.passes import given
+from coexec.tracegraph import calls
+from coexec.tracer.nodes import node_of
+
+#: Nodes whose gradients are others, without the number at the end of their names.
+_ONCE = frozenset({"ProdBackward", "OrmqrBackward"})
+
+#: Nodes the gradients of whose gradients are others.
+_TWICE = frozenset({"CumprodBackward", "LinalgDetBackward", "LinalgSlogdetBackward"})
+
+
+def rounded_otherwise(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """The node that makes a backward pass compute other bits while it is recorded; None if there is none."""
+    try:
+        twice = given("create_graph", function, args, kwargs)
+    except TypeError:
+        return None  # the call will say what is wrong
+    others = _ONCE | _TWICE if twice else _ONCE
+    found = (name for name in _names(calls.tensors_in((args, kwargs))) if name.rstrip("0123456789") in others)
+    return next(found, None)
+
+
+def _names(tensors: Iterator[torch.Tensor]) -> Iterator[str]:
+    """The names of all nodes that tensors depend on."""
+    stack = [node for t in tensors if t.requires_grad and (node := node_of(t)) is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node.name()
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        stack += new
