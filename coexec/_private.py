@@ -306,9 +306,39 @@ def top_saving_hooks() -> tuple[Any, Any] | None:
 #: Packing functions that events show.
 own_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
 
-#: The base of autograd functions whose `apply` is the one of C++, and that one.
-AUTOGRAD_FUNCTION: Any = torch.autograd.function._SingleLevelFunction
+#: The `apply` of autograd functions that is C++ code, and the class where functions find it, or would.
 AUTOGRAD_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]
+_APPLIES_IN_CPP = torch.autograd.Function.__dict__["apply"] is AUTOGRAD_APPLY  # from PyTorch 2.14 on
+AUTOGRAD_FUNCTION: Any = (
+    torch.autograd.Function if _APPLIES_IN_CPP else torch.autograd.function._SingleLevelFunction
+)
+
+#: Has a function called in the place of that `apply`, wherever Python got it from; None if nothing can.
+watch_apply: Callable[[Any], None] | None = getattr(core, "watch_apply", None)
+
+
+def run_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls that `apply`, whoever watches it."""
+    if watch_apply is not None:
+        return core.apply(function, *args, **kwargs)
+    return AUTOGRAD_APPLY.__get__(None, function)(*args, **kwargs)
+
+
+def arguments_of_forward(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """What `forward` gets where that `apply` is called; None where it is not what `forward` is called by."""
+    if not _APPLIES_IN_CPP or not issubclass(function, torch.autograd.Function):
+        return None if kwargs else args
+    if torch._C._are_functorch_transforms_active():
+        return None
+    if has_setup_context(function):
+        bound = inspect.signature(function.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args, kwargs = bound.args, bound.kwargs
+    unwrapped: tuple[Any, ...] = torch._functorch.utils.unwrap_dead_wrappers(args)
+    return None if kwargs else unwrapped
+
 
 #: Where the function is that exports memory and passes no torch function.
 EXPORTS: tuple[Any, ...] = ((torch._C, "_to_dlpack"), (torch.utils.dlpack, "to_dlpack"))

@@ -48,8 +48,11 @@ from coexec._private import (
     FRAMES_SAVE_INPUTS,
     SCRIPTED,
     TRANSFORM_ENTRIES,
+    arguments_of_forward,
     is_inmost,
     is_left_alone,
+    run_apply,
+    watch_apply,
     without_inmost_mode,
 )
 from coexec.callbacks.checkpoint import Region, frame_of
@@ -177,18 +180,28 @@ def _random_event(name: str, *args: Any) -> Any:
 
 
 def _watched_apply(found: Any) -> Any:
+    """What takes the place of an `apply`, where C++ code does not report the calls of its own."""
     apply = found if isinstance(found, classmethod) else AUTOGRAD_APPLY  # what it found is bound to its base
 
     def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        callbacks = _callbacks()
-        if callbacks is not None and apply is AUTOGRAD_APPLY and not kwargs:
-            returned = callbacks.apply(cls, args)
-            if returned is not NotImplemented:
-                return returned
+        if apply is AUTOGRAD_APPLY:
+            return _applied(cls, *args, **kwargs)
         with _report(Watched.KEEPS, f"{cls.__name__}.apply", args):
             return apply.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(watched)
+
+
+def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Does what the `apply` of an autograd function does."""
+    callbacks = _callbacks()
+    given = None if callbacks is None else arguments_of_forward(cls, args, kwargs)
+    if callbacks is not None and given is not None:
+        returned = callbacks.apply(cls, given)
+        if returned is not NotImplemented:
+            return returned
+    with _report(Watched.KEEPS, f"{cls.__name__}.apply", args):
+        return run_apply(cls, *args, **kwargs)
 
 
 class _Engine:
@@ -333,8 +346,6 @@ def _places() -> list[_Place]:
     found = [
         # The functions of torch.random find the generator in their module.
         _Place(torch.random, "default_generator", lambda _: _Generator()),
-        # What `Function.apply` calls: programs may have got that one before the block.
-        _Place(AUTOGRAD_FUNCTION, "apply", _watched_apply),
         _Place(torch.autograd.Variable, "_execution_engine", _Engine),
         *(_Place(kind, "__call__", _watched_script) for kind in SCRIPTED),
         *(calls(owner, name, Watched.KEEPS, "to_dlpack") for owner, name in EXPORTS),
@@ -344,6 +355,8 @@ def _places() -> list[_Place]:
         *(calls(o, n, Watched.TRANSFORMS, "a torch.func transform") for o, n in TRANSFORM_ENTRIES),
         *(calls(owner, name, Watched.COMPILES, f"torch.{name}") for owner, name in CONTROL_FLOW),
     ]
+    if watch_apply is None:
+        found.append(_Place(AUTOGRAD_FUNCTION, "apply", _watched_apply))
     if FRAMES_SAVE_INPUTS:
         module, frame, region = CHECKPOINTS
         found += [_Place(module, frame, _watched_frame), _Place(module, region, _watched_region)]
@@ -369,6 +382,8 @@ _PLACES = _places()
 
 
 def _install() -> None:
+    if watch_apply is not None:  # programs may have got the `apply` of a function before the block
+        watch_apply(_applied)
     for place in _PLACES:  # in each iteration
         found = place.there.get(place.name, _ABSENT)
         if found is place.before:
@@ -386,6 +401,8 @@ def forget() -> None:
 
 
 def _uninstall() -> None:
+    if watch_apply is not None:
+        watch_apply(None)
     for place in _PLACES:
         # What the user has put there stays.
         if not place.stays and place.there.get(place.name) is place.stand_in:

@@ -1,4 +1,5 @@
 // Python bindings, and the operators through which a compiled block feeds and fetches.
+#include "apply.h"
 #include "bypass.h"
 #include "draws.h"
 #include "entry.h"
@@ -160,6 +161,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("take_spans", [](Runner& r) { return r.spans().take(); })
       .def("value", [](Runner& r, int64_t reg) { return torch::jit::toPyObject(r.value(reg)); });
   m.def("release_kernel_threads", &coexec::release_kernel_threads);
+  coexec::bind_apply(m);
   coexec::bind_bypass(m);
   coexec::bind_kept_memory(m);
   coexec::bind_kernels(m);

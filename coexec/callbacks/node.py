@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coexec._private import AUTOGRAD_APPLY, give_attributes, name_node
+from coexec._private import give_attributes, name_node, run_apply
 
 if TYPE_CHECKING:
     from coexec.callbacks.call import Call
@@ -48,7 +48,7 @@ def attach(call: Call, arguments: Sequence[Any], outputs: Sequence[Any], saved: 
     """Gives outputs the node of a custom function; returns what its `apply` returns."""
     _thread.attaching = (call, outputs, saved)
     try:
-        return AUTOGRAD_APPLY.__get__(None, _node_of(call.function))(*arguments)
+        return run_apply(_node_of(call.function), *arguments)
     finally:
         del _thread.attaching
 

@@ -242,6 +242,16 @@ def test_outputs_that_are_not_differentiable_are_what_they_are_in_eager():
     coexecuted(compare(weights("a", size=4), step, 10), 6)
 
 
+def test_arguments_may_have_names_where_the_context_is_set_up():
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            y = s.model(x)
+            train(s, (SetUp.apply(x=y)[0] + SetUp.apply(y, power=3)[0]).mean())
+
+    coexecuted(compare(linear, step, 10), 6)
+
+
 def test_a_backward_that_prints_and_counts_does_so_in_every_step():
     class Counted(torch.autograd.Function):
         @staticmethod

@@ -342,6 +342,30 @@ def test_operations_in_python_are_told_apart():
     assert not _private.runs_python(torch.ops.coexec.fetch.default) or core is None
 
 
+def test_calls_of_an_apply_are_watched_wherever_python_got_it_from():
+    if _private.watch_apply is None:
+        pytest.skip("it needs the native module")
+    early, seen = Twice.apply, []
+
+    def watched(function, *args, **kwargs):
+        seen.append((function, args, kwargs))
+        return _private.run_apply(function, *args, **kwargs)
+
+    x = torch.ones(1, requires_grad=True)
+    _private.watch_apply(watched)
+    try:
+        made = [early(x), Twice.apply(x), torch._C._FunctionBase.__dict__["apply"].__get__(None, Twice)(x)]
+        with pytest.raises(TypeError):
+            early(x, x)
+    finally:
+        _private.watch_apply(None)
+
+    assert [m.grad_fn.name() for m in made] == ["TwiceBackward"] * 3
+    assert seen == [(Twice, (x,), {})] * 3 + [(Twice, (x, x), {})]
+    early(x)
+    assert len(seen) == 4
+
+
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
 def test_autograd_is_not_excluded_where_a_mode_runs_an_operation_in_python():
     class Seeing(TorchDispatchMode):
@@ -396,8 +420,11 @@ def test_nothing_is_active_in_no_context():
 
 
 def test_autograd_functions_and_scripts_have_one_entry_each():
-    assert _private.AUTOGRAD_APPLY.__get__(None, Twice)(torch.ones(2)).tolist() == [2.0, 2.0]
-    assert "apply" not in _private.AUTOGRAD_FUNCTION.__dict__
+    assert _private.run_apply(Twice, torch.ones(2)).tolist() == [2.0, 2.0]
+    # Up to PyTorch 2.13 `Function.apply` is Python code that looks for the one of C++; then it is that one.
+    assert (
+        _private.AUTOGRAD_FUNCTION.__dict__.get("apply", _private.AUTOGRAD_APPLY) is _private.AUTOGRAD_APPLY
+    )
     assert all(callable(kind.__call__) for kind in _private.SCRIPTED)
     assert all(callable(getattr(module, name)) for module, name in _private.EXPORTS)
     assert all(callable(getattr(module, name)) for module, name in _private.CONTROL_FLOW)
