@@ -223,10 +223,16 @@ HigherOrderOperator: Any = torch._ops.HigherOrderOperator
 _KERNEL_KEYS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 
-def runs_python(operation: Any) -> bool:
-    """Whether an operation is implemented in Python, as `torch.library` lets users do."""
-    in_python: bool = operation._defined_in_python
-    return in_python or not _kernels_of(operation).isdisjoint(torch.library._impls)
+def runs_python(operation: Any, arguments: Any) -> bool:
+    """Whether an operation runs Python code on such arguments, as `torch.library` lets users have it."""
+    if operation._defined_in_python:
+        return True
+    found = _kernels_of(operation).intersection(torch.library._impls)
+    if not found or not all(kernel.endswith("/CUDA") for kernel in found):
+        return bool(found)
+    # PyTorch 2.14 itself has such kernels.
+    devices = {leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
+    return devices != {"cpu"}
 
 
 @functools.cache
@@ -251,7 +257,7 @@ def run_seen(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     Autograd looks into an operation in Python that has no formula for it; in a mode it is excluded.
     """
-    if isinstance(operation, HigherOrderOperator) or not runs_python(operation):
+    if isinstance(operation, HigherOrderOperator) or not runs_python(operation, (args, kwargs)):
         return operation(*args, **kwargs)
     name = operation.name()
     if any(_C._dispatch_has_kernel_for_dispatch_key(name, key) for key in ("AutogradCPU", "AutogradCUDA")):

@@ -225,7 +225,7 @@ class _Operations(TorchDispatchMode):
         stranger = None if between is None else between.outside_of_torch()
         if between is None or stranger is not None:
             raise Unrecordable("user code runs inside of it")
-        if runs_python(function):
+        if runs_python(function, positional):
             raise Unrecordable(f"{function} is implemented in Python")
         if torch.Tag.inplace_view in function.tags:
             raise Unrecordable(f"{function} changes a tensor's geometry in place")

@@ -651,7 +651,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         if event.fetch:
             return None
         self._check_frames(event)
-        if runs_python(function):
+        if runs_python(function, (args, kwargs)):
             raise Untraceable("CX0102", f"{function} is implemented in Python")
         if torch.Tag.inplace_view in function.tags:
             raise Untraceable("CX0109", f"{function} changes a tensor's geometry in place")
