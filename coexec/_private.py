@@ -6,6 +6,7 @@ that changes one fails there first.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import os
@@ -312,6 +313,21 @@ def top_saving_hooks() -> tuple[Any, Any] | None:
 #: Packing functions that events show.
 own_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
 
+
+def _node_hooks() -> Callable[[], bool]:
+    if core is not None:
+        return core.are_nodes_hooked  # type: ignore[no-any-return]
+    library = ctypes.PyDLL(torch._C.__file__)
+    are_none = getattr(library, "_ZN2at4impl17NodeCreationHooks5emptyEv", None)
+    if are_none is None:
+        return lambda: False
+    are_none.restype = ctypes.c_bool
+    return lambda: not are_none()
+
+
+#: Whether `torch.autograd.graph.node_creation_hook` is active, which PyTorch has from 2.14 on.
+are_nodes_hooked = _node_hooks()
+
 #: The `apply` of autograd functions that is C++ code, and the class where functions find it, or would.
 AUTOGRAD_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]
 _APPLIES_IN_CPP = torch.autograd.Function.__dict__["apply"] is AUTOGRAD_APPLY  # from PyTorch 2.14 on
@@ -376,12 +392,12 @@ TRANSFORM_ENTRIES = tuple(
 
 
 def transform_depth(own_modes: int) -> tuple[int, bool]:
-    """Dispatch modes and functorch levels that are active, and whether saved tensors are packed unseen."""
+    """Dispatch modes and functorch levels that are active, and whether hooks see what autograd does."""
     depth: int = torch._C._len_torch_dispatch_stack() - own_modes
     level: int = torch._C._functorch.maybe_current_level() or 0
     hooks = top_saving_hooks()
     packing = hooks is not None and hooks[0] not in own_hooks
-    return depth * 1000 + level, packing
+    return depth * 1000 + level, packing or are_nodes_hooked()
 
 
 @contextmanager

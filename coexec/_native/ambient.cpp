@@ -13,6 +13,11 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
+#if __has_include(<ATen/NodeCreationHooks.h>)  // PyTorch 2.14 has it
+#include <ATen/NodeCreationHooks.h>
+#define COEXEC_NODE_HOOKS
+#endif
+
 namespace coexec {
 
 namespace {
@@ -39,12 +44,21 @@ bool is_transformed() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
+bool are_nodes_hooked() {
+#ifdef COEXEC_NODE_HOOKS
+  return !at::impl::NodeCreationHooks::empty();
+#else
+  return false;
+#endif
+}
+
 Ambient ambient_fingerprint() {
   int64_t flags = at::GradMode::is_enabled() | c10::InferenceMode::is_enabled() << 1 |
                   at::globalContext().deterministicAlgorithms() << 2 |
                   torch::autograd::AnomalyMode::is_enabled() << 3 |
                   at::SavedTensorDefaultHooks::is_enabled() << 4;
   if (at::SavedTensorDefaultHooks::get_hooks(true).has_value()) flags |= 1 << 5;
+  if (are_nodes_hooked()) flags |= 1 << 6;
   auto& context = at::globalContext();
   flags |= static_cast<int64_t>(context.userEnabledFlashSDP()) << 44 |
            static_cast<int64_t>(context.userEnabledMathSDP()) << 45 |

@@ -885,6 +885,7 @@ void bind_walker(py::module_& m) {
   m.def("is_transformed", &is_transformed);
   m.def("float_control", &float_control, "How this thread rounds, and whether it flushes denormal numbers.");
   m.def("set_float_control", &set_float_control);
+  m.def("are_nodes_hooked", &are_nodes_hooked);
 }
 
 }  // namespace coexec

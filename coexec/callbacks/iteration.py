@@ -18,7 +18,7 @@ import torch
 from torch.overrides import handle_torch_function
 from torch.utils.hooks import RemovableHandle
 
-from coexec._private import is_inmost
+from coexec._private import are_nodes_hooked, is_inmost
 from coexec.callbacks.call import Call
 from coexec.callbacks.checkpoint import Recomputation
 from coexec.callbacks.context import is_documented
@@ -79,7 +79,7 @@ class Callbacks:
 
     def apply(self, function: type[Function], args: tuple[Any, ...]) -> Any:
         """Does what `function.apply(*args)` does; NotImplemented if it leaves that to PyTorch."""
-        if not is_inmost() or not _is_plain(function):
+        if not is_inmost() or not _is_plain(function) or are_nodes_hooked():
             return NotImplemented
         if self._regions:  # what it saves is computed again when its backward asks for it
             self._not_described("CX0102", f"{function.__name__}.apply in a checkpoint")

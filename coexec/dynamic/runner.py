@@ -123,9 +123,7 @@ class DynamicRunner(OwnMode, TorchFunctionMode):
         if core.is_transformed():
             return "a torch.func transform is running"
         if state[1] or state[2] is not None or state[6] or state[7] != (0, False):
-            return (
-                "inference mode, autocast, anomaly detection, another mode or saved tensor hooks are active"
-            )
+            return "inference mode, autocast, anomaly detection, another mode or hooks of autograd are active"
         for tensor in tensors:
             if not self._sender.is_symbol(tensor) and not _is_plain(tensor):
                 return "a tensor is not a plain one, or NumPy shares its memory"

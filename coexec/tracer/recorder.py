@@ -258,7 +258,7 @@ class Recorder(OwnMode, TorchDispatchMode):
     ) -> _Prepared:
         self._check_exposed()
         if transform_depth(0)[1]:
-            raise Untraceable("CX0102", f"saved tensor hooks around {functions.name_of(function)}")
+            raise Untraceable("CX0102", f"hooks of autograd around {functions.name_of(function)}")
         if function in functions.UNSUPPORTED:
             raise Untraceable("CX0109", functions.name_of(function))
         if are_dispatch_modes_off():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from tests.coexec.harness import coexecuted, compare, linear, nothing, train, weights
+from tests.coexec.harness import Twice, coexecuted, compare, linear, nothing, train, weights
 
 OPTIMIZERS = {
     "SGD": lambda p: optim.SGD(p, lr=0.1),
@@ -452,6 +453,27 @@ def test_saved_tensor_hooks_are_called(compared, first):
                     y = (x * x).sum()
             else:
                 y = (x * x).sum()
+            y.backward()
+        return x.grad
+
+    compared(nothing, step, 9)
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "node_creation_hook"), reason="PyTorch 2.14 has them")
+@pytest.mark.parametrize("around", [False, True], ids=["in the block", "around it"])
+@pytest.mark.parametrize("first", [0, 5])
+def test_hooks_on_new_nodes_are_called(compared, first, around):
+    def step(s, k, tape):
+        x = torch.randn(3, requires_grad=True)
+
+        def hooked():
+            hooks = k >= first
+            hook = torch.autograd.graph.node_creation_hook if hooks else nullcontext
+            return hook(lambda node: s.log.append(node.name()))
+
+        with hooked() if around else nullcontext(), tape():
+            with nullcontext() if around else hooked():
+                y = Twice.apply(x * x).sum()
             y.backward()
         return x.grad
 

@@ -368,6 +368,15 @@ def test_calls_of_an_apply_are_watched_wherever_python_got_it_from():
     assert len(seen) == 4
 
 
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "node_creation_hook"), reason="PyTorch 2.14 has them")
+def test_hooks_on_new_nodes_are_seen():
+    assert not _private.are_nodes_hooked()
+    with torch.autograd.graph.node_creation_hook(lambda node: None):
+        assert _private.are_nodes_hooked()
+        assert _private.transform_depth(0) == (0, True)
+    assert not _private.are_nodes_hooked()
+
+
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
 def test_autograd_is_not_excluded_where_a_mode_runs_an_operation_in_python():
     class Seeing(TorchDispatchMode):
