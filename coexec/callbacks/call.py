@@ -32,6 +32,7 @@ class Marks:
     materialize: bool
     dirty: tuple[Any, ...]
     constant: tuple[Any, ...]
+    gradient_dtypes: tuple[Any, ...] | None = None  # of each output, which PyTorch takes from 2.14 on
 
 
 class Call:
@@ -80,6 +81,7 @@ class Call:
             bool(context.materialize_grads),
             tuple([_position(t, args) for t in context.dirty_tensors]),
             tuple([_position(t, outputs) for t in context.non_differentiable]),
+            context.output_grad_dtypes,
         )
         saved = list(context.to_save)
         self._saved_outputs = {

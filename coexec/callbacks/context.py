@@ -44,6 +44,7 @@ class Context(FunctionCtx):
         self.to_save = ()
         self.dirty_tensors: tuple[Any, ...] = ()
         self.non_differentiable = ()
+        self.output_grad_dtypes: tuple[Any, ...] | None = None
         self.node: Any = None
         self.unpacked: Callable[[Any], None] | None = None
         self._call = weakref.ref(call)

@@ -35,6 +35,8 @@ class _Node(torch.autograd.Function):
             ctx.mark_dirty(*[_marked(m, arguments) for m in marks.dirty])
         if marks.constant:
             ctx.mark_non_differentiable(*[_marked(m, outputs) for m in marks.constant])
+        if marks.gradient_dtypes is not None:
+            ctx.set_output_grad_dtype(*marks.gradient_dtypes)
         if saved:
             ctx.save_for_backward(*saved)
         return call.returned(outputs)

@@ -252,6 +252,30 @@ def test_arguments_may_have_names_where_the_context_is_set_up():
     coexecuted(compare(linear, step, 10), 6)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype"), reason="PyTorch 2.14 has it"
+)
+def test_a_function_gets_gradients_in_the_type_that_it_asks_for():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, log):
+            ctx.log = log
+            ctx.set_output_grad_dtype(torch.float32)
+            return x.to(torch.bfloat16)
+
+        @staticmethod
+        def backward(ctx, g):
+            ctx.log.append(str(g.dtype))
+            return g, None
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            train(s, Half.apply(s.model(x), s.log).float().square().mean())
+
+    coexecuted(compare(linear, step, 10), 6)
+
+
 def test_a_backward_that_prints_and_counts_does_so_in_every_step():
     class Counted(torch.autograd.Function):
         @staticmethod
