@@ -263,8 +263,9 @@ class ProgramState:
             self.traced(trace, None, fell_back=True)
             learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
             self._in_row += 1
-            changed = before is None or self.graph is None or _differ(before, self.graph)
-            forgiven = learned or narrowed or (changed and self._recombines and self._in_row <= MAX_IN_ROW)
+            recurs = why.reason.id == "CX0005" and not _differ(before, self.graph)
+            composes = self._recombines and self._in_row <= MAX_IN_ROW and not recurs
+            forgiven = learned or narrowed or composes
         if self.phase in (Phase.DYNAMIC, Phase.EAGER):
             return
         self.recent[-1] = not forgiven
@@ -529,8 +530,10 @@ def _only_generalised(before: TraceGraph, after: TraceGraph) -> bool:
     return events == events_now and (ways < ways_now or (same_sizes and _shape(before) != _shape(after)))
 
 
-def _differ(before: TraceGraph, after: TraceGraph) -> bool:
-    """Whether a trace changed anything; where it did not, the next iteration of its kind falls back, too."""
+def _differ(before: TraceGraph | None, after: TraceGraph | None) -> bool:
+    """Whether a trace changed what a graph computes; where it did not, the graph fails again on it."""
+    if before is None or after is None:
+        return True
     return before.symbols != after.symbols or _shape(before) != _shape(after)
 
 
