@@ -89,17 +89,20 @@ class Pending:
                 return
             handlers = interrupts.put_off()
             try:
-                self.settled = True
-                with in_no_context():  # that of whoever needs a result has nothing to do with it
-                    self.graph_runner.join()
-                    self.lift()
-                    for tensor in self._owned:
-                        del _owners[id(tensor)]
-                    self._owned.clear()
-                    _all.discard(self)
-                    self.committed = self._finish()
+                self._settle()
             finally:
                 interrupts.as_before(handlers)
+
+    def _settle(self) -> None:
+        self.settled = True
+        with in_no_context():  # that of whoever needs a result has nothing to do with it
+            self.graph_runner.join()
+            self.lift()
+            for tensor in self._owned:
+                del _owners[id(tensor)]
+            self._owned.clear()
+            _all.discard(self)
+            self.committed = self._finish()
 
 
 def _nothing() -> None:

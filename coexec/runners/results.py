@@ -114,7 +114,7 @@ def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool, announ
     for binding in it.alive:
         results.held[binding] = it.symbol_of(binding).tensor
         results.values[binding] = _value(it, skeleton, binding)
-    held = {(binding.event, binding.output) for binding in it.alive}
+    held = {(binding.event, binding.output) for binding in it.alive}  # `Produced` is slow to look up
     registers = skeleton.plain if native else {}
     for leaf, value in it.grads.values():
         if isinstance(value, Produced) and leaf is not None and not isinstance(leaf, Produced):  # nearly all
@@ -135,6 +135,7 @@ def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool, announ
                 results.values[value] = _value(it, skeleton, value)
             if announced:
                 results.held[value] = symbol.tensor
+                held.add((value.event, value.output))
         results.gradients.append((target, value))
     return results
 

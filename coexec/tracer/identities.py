@@ -31,12 +31,6 @@ class Identities:
         self._by_uid[uid] = reference
         return uid
 
-    def _forget(self, key: int, uid: int) -> None:
-        current = self._entries.get(key)
-        if current is not None and current[1] == uid:
-            del self._entries[key]
-        self._by_uid.pop(uid, None)
-
     def references(self, uids: Iterable[int]) -> tuple[Callable[[], torch.Tensor | None], ...]:
         """For each number a function that returns its object, None when that is gone."""
         return tuple(self._by_uid.get(uid, _gone) for uid in uids)
@@ -46,8 +40,12 @@ def _forget(
     identities: weakref.ref[Identities], key: int, uid: int, reference: weakref.ref[torch.Tensor]
 ) -> None:
     owner = identities()
-    if owner is not None:
-        owner._forget(key, uid)
+    if owner is None:
+        return
+    current = owner._entries.get(key)
+    if current is not None and current[1] == uid:
+        del owner._entries[key]
+    owner._by_uid.pop(uid, None)
 
 
 def _gone() -> None:

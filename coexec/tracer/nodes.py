@@ -8,7 +8,7 @@ Out: a `Tape` for each event, and the `Passage`s of each backward pass; none whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -33,12 +33,25 @@ Edge = tuple[int, int]  # the sequence number of a node, and which of its result
 LEAF = "torch::autograd::AccumulateGrad"
 
 
-def node_of(tensor: torch.Tensor) -> Any:
-    """The node that made a tensor; None for a tensor without history."""
+def node_of(tensor: torch.Tensor, unusable: Any = None) -> Any:
+    """The node that made a tensor; None for one without history, `unusable` where to use it is an error."""
     try:
         return tensor.grad_fn
-    except RuntimeError:  # a view that autograd does not want to be used any more
-        return None
+    except RuntimeError:  # one of several views at once, whose base has been written
+        return unusable
+
+
+def nodes_behind(tensors: Iterable[torch.Tensor], but: Set[Any] = frozenset()) -> Iterator[Any]:
+    """The nodes that tensors depend on, each once, without those of `but` and what is behind them."""
+    stack = [node_of(t) for t in tensors]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or node in but:
+            continue
+        seen.add(node)
+        yield node
+        stack += [n for n, _ in node.next_functions]
 
 
 def edge_of(tensor: torch.Tensor) -> Edge | None:

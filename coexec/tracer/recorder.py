@@ -67,7 +67,7 @@ from coexec.tracegraph.trace import (
 )
 from coexec.tracer.identities import Identities
 from coexec.tracer.memory import Geometry, Memory, geometry_of, storage_id
-from coexec.tracer.nodes import Edge, Nodes, Pass, edge_of
+from coexec.tracer.nodes import Edge, Nodes, Pass, edge_of, node_of, nodes_behind
 from coexec.tracer.operations import (
     depends_on_data,
     encoded,
@@ -427,7 +427,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         event = self._open
         assert event is not None
         was_read = [s in event.read for s in p.storages]
-        geometries = (geometry_of(t) for t in calls.tensors_in(returned) if t.layout is torch.strided)
+        geometries = (geometry_of(t) for t in calls.tensors_in(returned) if calls.is_strided(t))
         values = {self._memory.value(g) for g in geometries}
         outputs = {Local(v.operation, v.result) for v in values if isinstance(v, Computed)}
         return reads_unseen(p.function, p.tensors, was_read, event.operations, outputs, returned)
@@ -601,13 +601,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         return known.binding if known is not None and known.reference() is grad else self._external(grad)
 
     def _consume(self, roots: list[torch.Tensor]) -> None:
-        stack = [t.grad_fn for t in roots if t.grad_fn is not None]
-        while stack:
-            node = stack.pop()
-            if node in self._consumed:
-                continue
-            self._consumed.add(node)
-            stack += [n for n, _ in node.next_functions if n is not None]
+        self._consumed |= set(nodes_behind(roots, self._consumed))
 
     # --- dispatcher level -----------------------------------------------------------------------
 
@@ -641,7 +635,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         event = self._open
         if event is None:
             tracked = any(
-                t.layout is torch.strided and storage_id(t) in self._memory
+                calls.is_strided(t) and storage_id(t) in self._memory
                 for t in calls.tensors_in((args, kwargs))
             )
             draws = torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None
@@ -890,10 +884,7 @@ def _history(tensor: torch.Tensor) -> str | None:
 
 def _node(tensor: torch.Tensor) -> Any:
     """The autograd node; of a view that may have none any more, whatever is no node."""
-    try:
-        return tensor.grad_fn
-    except RuntimeError:  # one of several views at once, whose base has been written: using it is the error
-        return _NO_NODE
+    return node_of(tensor, _NO_NODE)
 
 
 _NO_NODE = object()

@@ -8,14 +8,12 @@ Such formulas of PyTorch's (in `FunctionsManual.cpp`) write in place where nobod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from coexec.callbacks.passes import given
 from coexec.tracegraph import calls
-from coexec.tracer.nodes import node_of
+from coexec.tracer.nodes import nodes_behind
 
 #: Nodes whose gradients are others, without the number at the end of their names.
 _ONCE = frozenset({"ProdBackward", "OrmqrBackward"})
@@ -33,17 +31,5 @@ def rounded_otherwise(
     except TypeError:
         return None  # the call will say what is wrong
     others = _ONCE | _TWICE if twice else _ONCE
-    found = (name for name in _names(calls.tensors_in((args, kwargs))) if name.rstrip("0123456789") in others)
-    return next(found, None)
-
-
-def _names(tensors: Iterator[torch.Tensor]) -> Iterator[str]:
-    """The names of all nodes that tensors depend on."""
-    stack = [node for t in tensors if t.requires_grad and (node := node_of(t)) is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node.name()
-        new = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= new
-        stack += new
+    names = (node.name() for node in nodes_behind(calls.tensors_in((args, kwargs))))
+    return next((name for name in names if name.rstrip("0123456789") in others), None)
