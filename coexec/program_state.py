@@ -27,7 +27,7 @@ from coexec.dynamic.table import Table
 from coexec.executors import compile_in_background, make_program
 from coexec.executors.background import Compilation
 from coexec.options import Options
-from coexec.pace import Pace, processors
+from coexec.pace import Choice, Pace, processors
 from coexec.reasons import Cause, cause
 from coexec.runners.graph_runner import GraphRunner, make_graph_runner
 from coexec.runners.native import NativeRunner
@@ -76,6 +76,12 @@ MAX_IN_ROW = 24
 ALWAYS_IN_PIECES = False
 #: Lost captures before the dynamic phase.
 MAX_LOST = 3
+#: What is said when another way of running a program with a graph has become the fastest.
+_NEWS = {
+    Choice.USUAL: "the GraphRunner starts at once",
+    Choice.LATE: "the GraphRunner starts when Python waits",
+    Choice.EAGER: "iterations run eagerly, which is faster",
+}
 
 
 def _samples() -> deque[float]:
@@ -102,7 +108,7 @@ class ProgramState:
     identities: Identities = field(default_factory=Identities)
     updates: Updates = field(default_factory=Updates)
     pace: Pace = field(default_factory=Pace)  # call by call, or eagerly
-    start: Pace = field(default_factory=Pace)  # of the GraphRunner: at once, or when Python waits
+    start: Pace = field(default_factory=Pace)  # on the graph (at once, or when Python waits), or eagerly
     narrows: bool = False  # whether the next iteration may have a smaller graph
     settles: bool = False  # whether the graph has served long enough to be compiled
     crowded: bool = False  # whether the graph's kernels leave no processor to Python
@@ -371,17 +377,30 @@ class ProgramState:
         self.sent += sent
         self.waits += waits
         self._trim_memory()
-        self._ran_without_a_graph(seconds, eager=False)
+        self._ran_without_a_graph(seconds, Choice.USUAL)
 
     def ran_eagerly(self, seconds: float) -> None:
-        """Takes in an iteration of the dynamic phase that ran eagerly."""
-        self._ran_without_a_graph(seconds, eager=True)
+        """Takes in an iteration that ran eagerly, to see whether that is faster or because it is."""
+        if self.phase is Phase.COEXECUTION:
+            self.ran_on_the_graph(seconds, Choice.EAGER)
+        else:
+            self._ran_without_a_graph(seconds, Choice.EAGER)
 
-    def _ran_without_a_graph(self, seconds: float, *, eager: bool) -> None:
+    def _ran_without_a_graph(self, seconds: float, way: Choice) -> None:
         self._dynamic_s += seconds
         self._until_retry -= 1
-        if self.pace.took(seconds, other=eager):
-            self.note(cause("CX0120", "as measured by turns", self.key))
+        if self.pace.took(seconds, way) and self.pace.fastest is Choice.EAGER:
+            self.note(cause("CX0120", "call by call, as measured by turns", self.key))
+
+    def ran_on_the_graph(self, seconds: float, way: Choice) -> None:
+        """Takes in an iteration of the co-execution phase where there is a choice of ways."""
+        if not self.start.took(seconds, way):
+            return
+        log.info("%s: iteration %d: %s", self.key, self.iteration, _NEWS[self.start.fastest])
+        if self.start.fastest is Choice.EAGER:
+            self.note(
+                cause("CX0120", "with a kernel thread for each processor, as measured by turns", self.key)
+            )
 
     def note(self, why: Cause) -> None:
         """Remembers a cause for `explain`."""
@@ -461,7 +480,8 @@ class ProgramState:
         self.skeleton = make_skeleton(graph, program)
         self.crowded = (program.threads or torch.get_num_threads()) >= processors()
         self._captured = self.identities.references(graph.captured)
-        self.start = Pace()
+        eager = (Choice.EAGER,) if self.options.executor == "aten" else ()  # others are not what they will be
+        self.start = Pace((Choice.USUAL, Choice.LATE, *eager))
         self.dynamic_cause = None
         self.compile_s.append(time.perf_counter() - began)
         self._move_to(Phase.COEXECUTION)

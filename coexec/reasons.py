@@ -115,8 +115,8 @@ REASONS = _registry(
     Reason("CX0119", "the tape was used on several threads", "Use one tape a thread, with a key of its own."),
     Reason(
         "CX0120",
-        "call by call the program is slower than in eager execution",
-        "Nothing to do: it runs eagerly, and both are measured again now and then.",
+        "the program is slower than in eager execution",
+        "Leave a processor to Python, or use inductor; eager meanwhile, and measured again now and then.",
     ),
     Reason(
         "CX0121",

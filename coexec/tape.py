@@ -27,6 +27,7 @@ from coexec.dynamic.runner import DynamicRunner
 from coexec.errors import CommitError, TapeError
 from coexec.location import describe
 from coexec.options import Options, options
+from coexec.pace import Choice
 from coexec.profile.profile import Profile, active_profile
 from coexec.program_state import Phase, ProgramState
 from coexec.programs import state_of
@@ -191,13 +192,15 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
     state.running = True
     before = state.pending
     if state.phase is Phase.DYNAMIC and not state.tries_tracing():
-        if state.pace.next_is_other() and not torch.cuda.is_initialized():  # a GPU's time is not Python's
+        if state.pace.next() is Choice.EAGER and _is_timed():
             return _EagerSession(state)
         return _DynamicSession(state, options)
     if state.phase is Phase.COEXECUTION:
         state.take_compiled()
         state.narrow()
         state.settle()
+        if _may_choose(state, options) and state.start.next() is Choice.EAGER:
+            return _EagerSession(state)
         captured = state.captured_tensors()
         if captured is not None:
             return _CoexecutionSession(state, frame, captured, options, before)
@@ -224,9 +227,15 @@ def _may_run_ahead(state: ProgramState, options: Options) -> bool:
     )
 
 
-def _chooses_start() -> bool:
-    """Whether iterations may differ in when the GraphRunner starts, to see which way is faster."""
-    return active_profile() is None and not torch.cuda.is_initialized()  # a GPU's time is not Python's
+def _is_timed() -> bool:
+    """Whether it can be seen in which way iterations are faster: a GPU's time is not Python's."""
+    return not torch.cuda.is_initialized()
+
+
+def _may_choose(state: ProgramState, options: Options) -> bool:
+    """Whether co-executed iterations may run in several ways, to see which is the fastest."""
+    usual = options.synchronous and options.mode == "coexec" and active_profile() is None
+    return usual and state.crowded and _is_timed()
 
 
 #: Why there is no trace of an iteration that makes such calls.
@@ -305,7 +314,7 @@ class _TracingSession(_Session):
 
 
 class _EagerSession(_Session):
-    """An iteration of the dynamic phase that runs eagerly, because that is faster or to see whether it is."""
+    """An iteration that runs eagerly, because that is faster or to see whether it is."""
 
     phase = Phase.EAGER.value
 
@@ -370,9 +379,9 @@ class _CoexecutionSession(_Session):
         self._pending: Pending | None = None
         self._cause: Cause | None = None
         self._asynchronous = not options.synchronous and options.mode == "coexec"
-        choosing = options.synchronous and options.mode == "coexec"
-        self._may_choose = choosing and state.crowded and _chooses_start()
-        self._starts_late = options.mode == "lazy" or (self._may_choose and state.start.next_is_other())
+        self._may_choose = _may_choose(state, options)
+        late = self._may_choose and state.start.next() is Choice.LATE
+        self._starts_late = options.mode == "lazy" or late
         self._seconds = 0.0  # of Python in the block and its ends
         self._graph_runner = state.idle_graph_runner
         self._graph_times = tuple(self._graph_runner.times())
@@ -554,8 +563,8 @@ class _CoexecutionSession(_Session):
             return False
         state.steps["co-execution"] += 1
         self._seconds += time.perf_counter() - self._began
-        if self._may_choose and state.start.took(self._seconds, other=self._starts_late):
-            log.info("%s: iteration %d: the GraphRunner starts when Python waits", state.key, state.iteration)
+        if self._may_choose:
+            state.ran_on_the_graph(self._seconds, Choice.LATE if self._starts_late else Choice.USUAL)
         self._record_times(self._seconds, self._graph_times, self._graph_runner.times(), self.runner.stall_s)
         state.coexecuted(way)
         self.runner.raise_interrupt()

@@ -225,6 +225,45 @@ class Walker : public Answering {
     return true;
   }
 
+  // What an optimizer's `_init_group` collects: for each parameter with a gradient, and each list, the item that
+  // the list's source names: 0 the parameter, 1 its gradient, none nothing, and else the state of that name. False
+  // if nothing was done, because a parameter is a placeholder, or has no such state, or is what the optimizer
+  // looks at more closely: a complex one, or one with a gradient that is no strided tensor.
+  bool collect(const py::list& parameters, const py::dict& states, const py::list& sources, const py::list& lists) {
+    std::vector<py::object> items;  // of each parameter, in the order of the lists
+    for (py::handle parameter : parameters) {
+      if (!THPVariable_Check(parameter.ptr()) || lookup(symbols_, parameter.ptr())) return false;
+      const at::Tensor& tensor = THPVariable_Unpack(parameter.ptr());
+      py::object gradient = py::none();
+      if (PyObject* assigned = lookup(grads_, parameter.ptr())) {
+        gradient = grad_of(PyTuple_GET_ITEM(assigned, 1));
+      } else if (tensor.grad().defined()) {
+        gradient = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor.grad()));
+      }
+      if (gradient.is_none()) continue;
+      if (tensor.is_complex() || THPVariable_Unpack(gradient.ptr()).layout() != at::kStrided) return false;
+      PyObject* state = nullptr;  // borrowed
+      for (py::handle source : sources) {
+        if (PyUnicode_Check(source.ptr())) {
+          if (!state) state = PyDict_GetItemWithError(states.ptr(), parameter.ptr());
+          PyObject* value = state && PyDict_Check(state) ? PyDict_GetItemWithError(state, source.ptr()) : nullptr;
+          if (PyErr_Occurred()) throw py::error_already_set();
+          if (!value) return false;
+          items.push_back(py::reinterpret_borrow<py::object>(value));
+        } else {
+          bool itself = !source.is_none() && PyLong_AsLong(source.ptr()) == 0;
+          items.push_back(source.is_none() ? py::none() : itself ? py::reinterpret_borrow<py::object>(parameter) : gradient);
+        }
+      }
+    }
+    for (size_t i = 0; i < items.size(); ++i) {
+      size_t list = i % sources.size();
+      if (sources[list].is_none()) continue;
+      if (PyList_Append(lists[list].ptr(), items[i].ptr()) < 0) throw py::error_already_set();
+    }
+    return true;
+  }
+
   // Gives each of these the gradient that this iteration gave it, which may be a placeholder. Returns those that
   // it gave one, and what they had; none if one of them is a placeholder itself.
   std::optional<std::pair<py::list, py::list>> show_gradients(const py::list& tensors) {
@@ -872,6 +911,7 @@ void bind_walker(py::module_& m) {
       .def("run_ahead", &Walker::run_ahead)
       .def("forget_gradients", &Walker::forget_gradients)
       .def("show_gradients", &Walker::show_gradients)
+      .def("collect", &Walker::collect)
       .def("stall_s", &Walker::stall_s);
   m.def("held", [](const py::dict& symbols, const py::object& cls) {
     return held(symbols, Slot(cls, "tensor"), Slot(cls, "binding"));

@@ -247,6 +247,12 @@ class PythonRunner(EnteredNatively):
         """Does what `p.grad = None` does for each of these; False if that has to be done one by one."""
         return self._walks_natively and bool(self._walker.forget_gradients(tensors))
 
+    def collect(
+        self, parameters: list[torch.Tensor], states: Any, sources: list[Any], lists: list[Any]
+    ) -> bool:
+        """Collects parameters, gradients and states as `_init_group` does; False if nothing was done."""
+        return self._walks_natively and bool(self._walker.collect(parameters, states, sources, lists))
+
     def show_gradients(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]] | None:
         """Gives tensors the gradients that the iteration gave them, which may be placeholders.
 

@@ -45,7 +45,8 @@ _LAYERS = (
     "elu_backward leaky_relu leaky_relu_backward softplus softplus_backward hardtanh hardtanh_backward "
     "hardswish hardswish_backward hardsigmoid hardsigmoid_backward threshold threshold_backward "
     "tanh_backward sigmoid_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward "
-    "huber_loss huber_loss_backward _scaled_dot_product_flash_attention_for_cpu "
+    "huber_loss huber_loss_backward binary_cross_entropy_with_logits "
+    "_scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention_for_cpu_backward"
 )
 _TOGETHER = "cat stack flip roll tril triu constant_pad_nd repeat"
@@ -73,11 +74,17 @@ def may_fail(call: Call, meta_of: Callable[[int], TensorMeta | None]) -> bool:
     schema = call.target._schema
     name = schema.name.replace("aten::_foreach_", "aten::").removesuffix("_")
     divides = name == "aten::div" and call.target._overloadname not in _ROUNDED
+    if name == "aten::pow":  # of integers, those with negative exponents
+        return any(m is None or m.dtype not in _HOLD_ALL for m in map(meta_of, _registers(call)))
     return not (divides or name in _NEVER_FAIL) or _may_not_fit(call, meta_of)
+
+
+def _registers(call: Call) -> list[int]:
+    return [r for a in call.args for r in registers_in(a)]
 
 
 def _may_not_fit(call: Call, meta_of: Callable[[int], TensorMeta | None]) -> bool:
     """Whether a number that varies goes to a tensor of a type that does not hold every number."""
-    metas = [meta_of(r) for a in call.args for r in registers_in(a)]
+    metas = [meta_of(r) for r in _registers(call)]
     varies = any(m is None for m in metas)
     return varies and any(m is not None and m.dtype not in _HOLD_ALL for m in metas)

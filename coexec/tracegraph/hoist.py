@@ -1,13 +1,17 @@
-"""Moves what Python looks at early to the front of the program.
+"""Moves what Python looks at to where it is there before Python asks.
+
+A program may look at its loss when the optimizer's step is done, to log it. In program order Python would
+wait for the backward pass, and the GraphRunner for Python. `behind_makers` puts each fetch, and tiny calls
+that it needs, behind what makes their values.
 
 An optimizer reads its step counters in every iteration. In program order the counters are advanced
 after the backward pass, so Python would wait for all of it. What such a fetch needs is tiny and
-depends on nothing but captured tensors; run first, it is there before Python asks.
+depends on nothing but captured tensors; `early` finds what is to be run first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from coexec.tracegraph.hazards import Access
@@ -27,6 +31,54 @@ class Movable:
     access: Access
     allowed: bool
     fetch: bool
+
+
+def behind_makers(
+    accesses: Sequence[Access],
+    fetches: Collection[int],
+    movable: Collection[int],
+    staying: Collection[int],
+    stretches: Sequence[tuple[int, int]],
+) -> list[int]:
+    """Puts each fetch, and what it needs, where the value can first be read.
+
+    Args:
+        accesses: all instructions in program order.
+        fetches: positions of fetches.
+        movable: positions of instructions that write nothing and may be moved if a fetch needs them.
+        staying: positions of instructions that nothing passes.
+        stretches: first and last + 1 of stretches that are entered only at the first instruction.
+
+    Returns:
+        The positions in their new order.
+    """
+    order = list(range(len(accesses)))
+    for first, end in stretches:
+        moving: set[int] = set()
+        needed: set[int] = set()
+        for position in range(end - 1, first - 1, -1):
+            access = accesses[position]
+            if position in fetches or (position in movable and access.defines & needed):
+                moving.add(position)
+                needed |= access.uses
+        behind: list[tuple[int, int]] = []  # what each comes behind, and its own position
+        defined: dict[int, int] = {}  # the last instruction that defines a register
+        written: dict[int, int] = {}  # the last one that writes memory
+        last_staying = first - 1
+        for position in range(first, end):
+            access = accesses[position]
+            place = position
+            if position in moving:
+                makers = [defined[r] for r in access.uses if r in defined]
+                makers += [written[m] for m in access.reads if m in written]
+                place = max([last_staying, *makers])
+            behind.append((place, position))
+            defined.update(dict.fromkeys(access.defines, place))
+            written.update(dict.fromkeys(access.writes, place))
+            if position in staying:
+                last_staying = position
+        order[first:end] = [position for _, position in sorted(behind)]
+    return order
 
 
 def early(instructions: Sequence[Movable], ready: frozenset[int]) -> list[int]:

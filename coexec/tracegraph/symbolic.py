@@ -35,7 +35,7 @@ from coexec.tracegraph.graph import (
     node_of,
 )
 from coexec.tracegraph.hazards import Access, schedule
-from coexec.tracegraph.hoist import TINY, Movable, early
+from coexec.tracegraph.hoist import TINY, Movable, behind_makers, early
 from coexec.tracegraph.in_pieces import saved_sources
 from coexec.tracegraph.instructions import (
     at_commit,
@@ -44,6 +44,7 @@ from coexec.tracegraph.instructions import (
     shifted,
     straight_stretches,
     with_releases,
+    writes,
 )
 from coexec.tracegraph.numbers import TRANSFORMS, fed_numbers
 from coexec.tracegraph.order import Groups
@@ -412,6 +413,7 @@ class _Lowering:
         classes = {self._class(r) for r in range(self.registers)}
         memory = {c: i for i, c in enumerate(sorted(classes, key=repr))}
         external = frozenset(memory[self._class(r)] for r in self.externals.values())
+        self._fetch_early(memory)
         accesses = [self._access(e, memory) for e in self.emitted]
         plan = schedule(accesses, external, defer=self.defer)
         written_later: set[int] = set()
@@ -482,28 +484,25 @@ class _Lowering:
 
     def _hoisted(self, accesses: list[Access]) -> list[int]:
         """Positions of the instructions that run before all others."""
-
-        def tiny(emitted: _Emitted) -> bool:
-            metas = [self.register_metas.get(r) for r in emitted.uses | emitted.defines]
-            return all(m is not None and _numel(m) <= TINY for m in metas)
-
-        def waits(emitted: _Emitted) -> bool:
-            return isinstance(emitted.instruction, Call) and varies(emitted.instruction.args)
-
         movable = [
             Movable(
                 access,
-                allowed=emitted.always
-                and not emitted.random
-                and not at_commit(emitted.instruction)
-                and isinstance(emitted.instruction, (Call, Fetch))
-                and not waits(emitted)
-                and tiny(emitted),
+                allowed=emitted.always and self._is_small(emitted),
                 fetch=isinstance(emitted.instruction, Fetch),
             )
             for emitted, access in zip(self.emitted, accesses, strict=True)
         ]
         return early(movable, frozenset(self.captured.values()))
+
+    def _is_small(self, emitted: _Emitted) -> bool:
+        """Whether it takes no time: a call or a fetch that waits for nothing, and of tiny tensors."""
+        instruction = emitted.instruction
+        if not isinstance(instruction, (Call, Fetch)) or emitted.random or at_commit(instruction):
+            return False
+        if isinstance(instruction, Call) and varies(instruction.args):
+            return False
+        metas = [self.register_metas.get(r) for r in emitted.uses | emitted.defines]
+        return all(m is not None and _numel(m) <= TINY for m in metas)
 
     def _put_off_feeds(self) -> None:
         """Feeds that only the commit needs are sent there, so that nothing waits for them before."""
@@ -595,6 +594,23 @@ class _Lowering:
                 emitted.uses = emitted.defines = frozenset()
             alive |= emitted.uses
 
+    def _fetch_early(self, memory: dict[Any, int]) -> None:
+        """Puts fetches, and tiny calls, behind what makes their values, but not before a call that may fail.
+
+        What backward passes make does not: the forward pass has looked at these values.
+        """
+        instructions = [e.instruction for e in self.emitted]
+        *stretches, _ = straight_stretches([*instructions, Commit()])
+        accesses = [self._access(e, memory) for e in self.emitted]
+        order = behind_makers(
+            [replace(a, defines=frozenset(writes(i))) for a, i in zip(accesses, instructions, strict=True)],
+            {p for p, i in enumerate(instructions) if isinstance(i, Fetch)},
+            {p for p, e in enumerate(self.emitted) if not e.writes and self._is_small(e)},
+            {p for p, e in enumerate(self.emitted) if self._is_immediate(e) and _is_of_program(e)},
+            stretches,
+        )
+        self.emitted = [self.emitted[position] for position in order]
+
     def _access(self, emitted: _Emitted, memory: dict[Any, int]) -> Access:
         state = frozenset({RANDOM_STATE}) if emitted.random else frozenset()
         return Access(
@@ -653,6 +669,12 @@ def _checked_shape(node: Node, result: Result | None) -> tuple[Dimension, ...] |
     if result is None or (is_shaped_by_data(node) and varies(result.meta.shape)):
         return None
     return result.meta.shape
+
+
+def _is_of_program(emitted: _Emitted) -> bool:
+    """Whether it is a call, and not one that only backward passes make."""
+    instruction = emitted.instruction
+    return isinstance(instruction, Call) and not instruction.target._schema.name.endswith("_backward")
 
 
 def _numel(meta: TensorMeta) -> float:

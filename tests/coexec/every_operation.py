@@ -69,6 +69,14 @@ def call(op, sample, order, tape):
     return bits(found)
 
 
+def again_elsewhere(op, sample, order):
+    """The bits in eager execution, of calls with the memory in other places: LAPACK's may depend on these."""
+    kept = []
+    for number in range(40):
+        kept.append(torch.empty(4 * number + 1))
+        yield call(op, sample, order, nullcontext)
+
+
 def gradients(returned, arguments, order):
     """The gradients of what was returned, and those of their squares."""
     leaves = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -110,6 +118,8 @@ def compare(op):
                 for _ in range(ITERATIONS)
             ]
             wrong = [i for i, found in enumerate(ours) if found != eager]
+            if wrong and any(found != eager for found in again_elsewhere(op, sample, order)):
+                continue
             where = f"{op.full_name}: sample {number}, gradients of order {order}, iterations {wrong}"
             yield f"{where}\n{coexec.explain().summary()}" if wrong else None
             coexec.reset()

@@ -94,6 +94,114 @@ def test_an_exception_leaves_the_gradients_of_eager_execution(place):
     assert coexecuted(compare(with_head(OPTIMIZERS["Adam"]), step, 10), 4)
 
 
+VARIANTS = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1),
+    "SGD with weight decay": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "AMSGrad": lambda p: optim.Adam(p, lr=0.01, amsgrad=True),
+    "Adam, maximizing": lambda p: optim.Adam(p, lr=0.01, maximize=True, foreach=True),
+    "AdamW, fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
+    "SGD, fused": lambda p: optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+    "RMSprop, centered": lambda p: optim.RMSprop(p, lr=0.01, centered=True),
+    "lr in a tensor": lambda p: optim.Adam(p, lr=torch.tensor(0.01)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_groups_are_collected_as_the_options_say(name):
+    def step(s, k, tape):
+        with tape():
+            train(s, loss_of(s))
+
+    assert coexecuted(compare(with_head(VARIANTS[name]), step, 10), 4)
+
+
+def changed_option(s):
+    s.optimizer.param_groups[0]["momentum"] = 0.0
+
+
+def reloaded(s):
+    s.optimizer.load_state_dict(s.optimizer.state_dict())
+
+
+def state_of_another(s):
+    states = list(s.optimizer.state.values())
+    states[0]["momentum_buffer"] = states[0]["momentum_buffer"].clone().mul_(2)
+
+
+def state_lost(s):
+    s.optimizer.state.clear()
+
+
+def parameter_added(s):
+    s.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "momentum": 0.3})
+
+
+def parameters_changed_order(s):
+    s.optimizer.param_groups[0]["params"].reverse()
+
+
+def gradient_from_outside(s):
+    s.model["idle"].weight.grad = torch.ones(2, 2)
+
+
+CHANGES = (
+    changed_option,
+    reloaded,
+    state_of_another,
+    state_lost,
+    parameter_added,
+    parameters_changed_order,
+    gradient_from_outside,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_what_was_collected_before_is_not_what_is_collected_after_a_change(change):
+    def step(s, k, tape):
+        if k == 9:
+            change(s)
+        with tape():
+            if k != 9:
+                s.optimizer.zero_grad()
+            loss_of(s).backward()
+            s.optimizer.step()
+
+    assert coexecuted(compare(with_head(OPTIMIZERS["SGD"]), step, 20), 4)
+
+
+def test_a_sparse_gradient_is_refused_as_in_eager_execution():
+    def step(s, k, tape):
+        if k == 9:
+            s.model["idle"].weight.grad = torch.ones(2, 2).to_sparse()
+        with tape():
+            loss_of(s).backward()
+            try:
+                s.optimizer.step()
+            except RuntimeError as error:
+                s.log.append(str(error))
+                s.model["idle"].weight.grad = None
+            s.optimizer.zero_grad()
+
+    assert coexecuted(compare(with_head(OPTIMIZERS["Adam"]), step, 14), 4)
+
+
+def test_optimizers_of_one_class_that_keep_other_state_are_collected_apart():
+    def make():
+        a, b = nn.Linear(4, 8), nn.Linear(8, 1)
+        first = optim.SGD(a.parameters(), lr=0.1, momentum=0.9)
+        second = optim.SGD(b.parameters(), lr=0.1, momentum=-0.0)
+        return SimpleNamespace(a=a, b=b, optimizers=[first, second], log=[])
+
+    def step(s, k, tape):
+        with tape():
+            s.b(s.a(torch.randn(6, 4)).tanh()).square().mean().backward()
+            for optimizer in s.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert coexecuted(compare(make, step, 10), 4)
+
+
 class Broken(optim.Adam):
     """Its state is lost before one step, and found after it."""
 

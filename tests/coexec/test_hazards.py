@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from coexec import program_state
+from coexec.tracegraph.calls import meta_of
+from coexec.tracegraph.failing import may_fail
 from coexec.tracegraph.hazards import Access, schedule
-from coexec.tracegraph.hoist import Movable, early
+from coexec.tracegraph.hoist import Movable, behind_makers, early
+from coexec.tracegraph.program import Call, Fetch, Reg, When
+from tests.coexec.harness import coexecuted, compare, linear, train
 
 EXTERNAL = (0, 1, 2)
 
@@ -165,6 +172,82 @@ def test_running_what_is_looked_at_early_first_equals_program_order(steps, data)
     for i in first:
         assert steps[i].access.uses <= known
         known |= steps[i].access.defines
+
+
+@given(programs(), st.data())
+@settings(max_examples=300)
+def test_fetches_behind_what_makes_their_values_equal_program_order(steps, data):
+    n = len(steps)
+    cuts = sorted(data.draw(st.sets(st.integers(0, n))) | {0, n})
+    stretches = [c for c in itertools.pairwise(cuts) if data.draw(st.booleans())]
+    fetches = {i for i, s in enumerate(steps) if s.access.immediate}
+    movable = {i for i, s in enumerate(steps) if not s.access.writes and data.draw(st.booleans())}
+    staying = {i for i in range(n) if i not in fetches | movable and data.draw(st.booleans())}
+
+    order = behind_makers([s.access for s in steps], fetches, movable, staying, stretches)
+
+    mine, theirs = memory_before(), memory_before()
+    assert execute(steps, order, mine) == execute(steps, range(n), theirs)
+    assert mine == theirs
+    place = {i: p for p, i in enumerate(order)}
+    for i in range(n):
+        first, end = next((s for s in stretches if s[0] <= i < s[1]), (i, i + 1))
+        assert first <= place[i] < end
+        assert all((place[i] < place[j]) == (i < j) for j in staying)
+    unmoved = [i for i in order if i not in fetches | movable]
+    assert unmoved == sorted(unmoved)
+    known = {100 + m for m in EXTERNAL}
+    for i in order:
+        assert steps[i].access.uses <= known
+        known |= steps[i].access.defines
+
+
+def test_a_fetch_comes_directly_behind_what_makes_its_value():
+    def access(uses, defines, immediate=False):
+        return Access(frozenset(uses), frozenset(), frozenset(uses), frozenset(defines), immediate)
+
+    make, other, small, fetch = access({0}, {1}), access({0}, {2}), access({1}, {3}), access({3}, (), True)
+
+    def order(movable, staying=()):
+        return behind_makers([make, other, other, small, fetch], {4}, movable, staying, [(0, 5)])
+
+    assert order({3}) == [0, 3, 4, 1, 2]
+    assert order(()) == [0, 1, 2, 3, 4]
+    assert order({3}, {1}) == [0, 1, 3, 4, 2]
+
+
+def test_a_loss_that_is_looked_at_after_the_step_is_there_before_the_backward_pass(monkeypatch):
+    programs = []
+
+    def make_program(*args):
+        programs.append(original(*args))
+        return programs[-1]
+
+    original = program_state.make_program
+    monkeypatch.setattr(program_state, "make_program", make_program)
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            loss = nn.functional.mse_loss(s.model(x), torch.zeros(5, 3))
+            train(s, loss)
+            s.log.append((loss.detach() + 1).item())
+
+    assert coexecuted(compare(linear, step, 8), 4)
+    program, _ = programs[-1]
+    at = {str(i.target): p for p, i in enumerate(program.instructions) if isinstance(i, Call)}
+    [fetch] = [p for p, i in enumerate(program.instructions) if isinstance(i, Fetch)]
+    assert at["aten.mse_loss.default"] < fetch < at["aten.mse_loss_backward.default"]
+
+
+def test_powers_fail_on_values_of_integers_only():
+    def may(dtype):
+        meta = meta_of(torch.ones(2, dtype=dtype))
+        call = Call(torch.ops.aten.pow.Tensor_Scalar, (Reg(0), -1), (1,), When.NOW, -1)
+        return may_fail(call, {0: meta, 1: meta}.get)
+
+    assert may(torch.int64)
+    assert not may(torch.float32)
 
 
 def test_operations_that_never_fail_are_operations():
