@@ -386,11 +386,10 @@ def test_what_python_waits_for_is_computed_before_what_comes_later(monkeypatch, 
 
     assert_close(run(lambda: coexec.GradientTape(executor="inductor")), run(eager_tape))
     [block] = [calls for calls in kernels_in(tmp_path) if "mm" in calls]
-    # x is fed; the number is fetched; y is fed; the loss is fetched
+    # x is fed; the number is fetched; y is fed; the loss is fetched before the backward pass
     assert block[:4] == ["python", "mm", "python", "mm"], block
-    assert block[4:6] == ["mm", "python"], block
-    assert block.count("mm") > 3, "the backward pass is in the block"
-    assert block[-1] == "python"
+    assert block[4:7] == ["mm", "python", "python"], block
+    assert set(block[7:]) == {"mm"}, "the backward pass is in the block"
 
 
 def test_other_threads_keep_their_kernel_threads():
