@@ -39,8 +39,8 @@ def zero_grad(runner: PythonRunner, call: MethodCall) -> Any:
 _Source = int | str | None
 _PARAMETER, _GRADIENT = 0, 1
 
-#: What each list of an `_init_group` gets, and what is returned, by the function and what it decides by.
-_known: dict[Hashable, tuple[list[_Source], Any]] = {}
+#: What each list of an `_init_group` that returns False gets, by the function and what it decides by.
+_known: dict[Hashable, list[_Source]] = {}
 
 
 def init_group(runner: PythonRunner, call: MethodCall) -> Any:
@@ -50,15 +50,14 @@ def init_group(runner: PythonRunner, call: MethodCall) -> Any:
     """
     optimizer = call.optimizer
     group, *lists = call.args or ({},)
-    parameters = group.get("params")
+    parameters = group.get("params") if isinstance(group, dict) else None
     if parameters.__class__ is not list or not _may_shorten(optimizer):
         return call.make()
     fresh = not call.kwargs and all(v.__class__ is list and not v for v in lists)
-    known = _known.get(_decides(call, group)) if fresh else None
-    if known is not None and isinstance(optimizer.state, dict):
-        sources, returned = known
-        if runner.collect(parameters, optimizer.state, sources, lists):
-            return returned
+    sources = _known.get(_decides(call, group)) if fresh else None
+    looked_up = sources is not None and isinstance(optimizer.state, dict)
+    if looked_up and runner.collect(parameters, optimizer.state, sources, lists):
+        return False
     shown = runner.show_gradients(parameters)
     if shown is not None:
         try:
@@ -101,7 +100,7 @@ def _learn(
         if items and len(found) != 1:
             return
         sources.append(found[0] if items else None)
-    _known[decides] = (sources, False)
+    _known[decides] = sources
 
 
 def _may_shorten(optimizer: torch.optim.Optimizer) -> bool:

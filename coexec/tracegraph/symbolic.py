@@ -2,7 +2,7 @@
 
 In:  a (live) TraceGraph.
 Out: a `Program`: the switch-cases of Algorithm 1 in order, each basic block as a stretch of
-     instructions with feeds and fetches where the program has them.
+     instructions with feeds where the program has them, and fetches where their values are there.
 """
 
 from __future__ import annotations
