@@ -12,6 +12,7 @@ later calls are made in C++.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +56,8 @@ def init_group(runner: PythonRunner, call: MethodCall) -> Any:
         return call.make()
     fresh = not call.kwargs and all(v.__class__ is list and not v for v in lists)
     sources = _known.get(_decides(call, group)) if fresh else None
-    looked_up = sources is not None and isinstance(optimizer.state, dict)
-    if looked_up and runner.collect(parameters, optimizer.state, sources, lists):
+    states = optimizer.state
+    if sources and states.__class__ is defaultdict and runner.collect(parameters, states, sources, lists):
         return False
     shown = runner.show_gradients(parameters)
     if shown is not None:
