@@ -40,7 +40,7 @@ def behind_makers(
     staying: Collection[int],
     stretches: Sequence[tuple[int, int]],
 ) -> list[int]:
-    """Puts each fetch, and what it needs, where the value can first be read.
+    """Puts each fetch where its value can first be read, if what it needs comes early, too.
 
     Args:
         accesses: all instructions in program order.
@@ -61,7 +61,7 @@ def behind_makers(
             if position in fetches or (position in movable and access.defines & needed):
                 moving.add(position)
                 needed |= access.uses
-        behind: list[tuple[int, int]] = []  # what each comes behind, and its own position
+        behind: dict[int, int] = {}  # what each comes behind; itself where it stays
         defined: dict[int, int] = {}  # the last instruction that defines a register
         written: dict[int, int] = {}  # the last one that writes memory
         last_staying = first - 1
@@ -72,12 +72,21 @@ def behind_makers(
                 makers = [defined[r] for r in access.uses if r in defined]
                 makers += [written[m] for m in access.reads if m in written]
                 place = max([last_staying, *makers])
-            behind.append((place, position))
+            behind[position] = place
             defined.update(dict.fromkeys(access.defines, place))
             written.update(dict.fromkeys(access.writes, place))
             if position in staying:
                 last_staying = position
-        order[first:end] = [position for _, position in sorted(behind)]
+        before: dict[int, int] = {}  # what a register has to be there behind
+        for position in sorted(moving, reverse=True):
+            access = accesses[position]
+            needed_behind = min([before[r] for r in access.defines if r in before], default=end)
+            if position not in fetches and position <= needed_behind:
+                behind[position] = position  # it is there early enough
+                continue
+            for register in access.uses:
+                before[register] = min(behind[position], before.get(register, end))
+        order[first:end] = sorted(range(first, end), key=lambda position: (behind[position], position))
     return order
 
 

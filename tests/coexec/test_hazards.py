@@ -212,6 +212,8 @@ def test_a_fetch_comes_directly_behind_what_makes_its_value():
         return behind_makers([make, other, other, small, fetch], {4}, movable, staying, [(0, 5)])
 
     assert order({3}) == [0, 3, 4, 1, 2]
+    assert order({0, 1, 3}) == [0, 3, 4, 1, 2], "what is there early enough is not moved"
+    assert behind_makers([other, make, small, fetch], {3}, {1, 2}, {0}, [(0, 4)]) == [0, 1, 2, 3]
     assert order(()) == [0, 1, 2, 3, 4]
     assert order({3}, {1}) == [0, 1, 3, 4, 2]
 
