@@ -8,7 +8,12 @@ from bench.cli import main
 @pytest.mark.parametrize("program", ["digits", "charlm"])
 def test_coexec_and_lazy_equal_eager_bit_for_bit_and_are_explained(program, tmp_path):
     out = tmp_path / "compare.json"
-    modes = ["--modes", "coexec,lazy"]
+    modes = [
+        "--modes",
+        "coexec,lazy",
+        "--threads",
+        "1",
+    ]  # one processor is Python's, so that nothing runs eagerly
 
     status = main(["compare", program, *modes, "--preset", "tiny", "--steps", "50", "--out", str(out)])
 
