@@ -413,8 +413,7 @@ class _Lowering:
         classes = {self._class(r) for r in range(self.registers)}
         memory = {c: i for i, c in enumerate(sorted(classes, key=repr))}
         external = frozenset(memory[self._class(r)] for r in self.externals.values())
-        self._fetch_early(memory)
-        accesses = [self._access(e, memory) for e in self.emitted]
+        accesses = self._fetch_early([self._access(e, memory) for e in self.emitted])
         plan = schedule(accesses, external, defer=self.defer)
         written_later: set[int] = set()
         for emitted, access, deferred in reversed(
@@ -594,22 +593,25 @@ class _Lowering:
                 emitted.uses = emitted.defines = frozenset()
             alive |= emitted.uses
 
-    def _fetch_early(self, memory: dict[Any, int]) -> None:
+    def _fetch_early(self, accesses: list[Access]) -> list[Access]:
         """Puts fetches, and tiny calls, behind what makes their values, but not before a call that may fail.
 
         What backward passes make does not: the forward pass has looked at these values.
+
+        Returns:
+            The accesses in the new order.
         """
         instructions = [e.instruction for e in self.emitted]
         *stretches, _ = straight_stretches([*instructions, Commit()])
-        accesses = [self._access(e, memory) for e in self.emitted]
         order = behind_makers(
             [replace(a, defines=frozenset(writes(i))) for a, i in zip(accesses, instructions, strict=True)],
             {p for p, i in enumerate(instructions) if isinstance(i, Fetch)},
             {p for p, e in enumerate(self.emitted) if not e.writes and self._is_small(e)},
-            {p for p, e in enumerate(self.emitted) if self._is_immediate(e) and _is_of_program(e)},
+            {p for p, e in enumerate(self.emitted) if accesses[p].immediate and _is_of_program(e)},
             stretches,
         )
         self.emitted = [self.emitted[position] for position in order]
+        return [accesses[position] for position in order]
 
     def _access(self, emitted: _Emitted, memory: dict[Any, int]) -> Access:
         state = frozenset({RANDOM_STATE}) if emitted.random else frozenset()
