@@ -75,6 +75,7 @@ def start_run(
     seed: int = 0,
     preset: Preset = "small",
     synchronous: bool | None = None,
+    eager_if_faster: bool = False,
 ) -> Run:
     """Build a run that has not taken a step yet.
 
@@ -85,6 +86,7 @@ def start_run(
         seed: Seeds the model, the data's order and everything random in a step.
         preset: The program's size.
         synchronous: Whether leaving the tape waits for the GraphRunner. None leaves it to coexec.
+        eager_if_faster: Whether coexec may run steps eagerly.
     """
     outer = RandomState.capture()
     try:
@@ -98,6 +100,7 @@ def start_run(
         import coexec
 
         coexec.options.background = False  # what is measured is what was asked for
+        coexec.options.eager_if_faster = eager_if_faster
         tape = functools.partial(
             coexec.GradientTape, key=key, executor=executor, mode=mode, synchronous=synchronous
         )

@@ -32,6 +32,8 @@ class Options:
             begins while this one is computed.
         background: whether a program goes on with `aten` while another process compiles blocks for
             `inductor`; if not, it waits. Blocks that are on disk already are used at once.
+        eager_if_faster: whether iterations run eagerly where that is measured to be faster: call by call, or
+            on the graph with `aten`. Now and then some run in each way.
         check: whether the verifiers run after every step that makes a structure.
         max_traces: traces of one program that are merged (at least 2). With so many, what is new falls back
             and is not learned; where nothing has been co-executed by then, the program runs call by call.
@@ -41,6 +43,7 @@ class Options:
     mode: Mode = "coexec"
     synchronous: bool = True
     background: bool = True
+    eager_if_faster: bool = True
     check: bool = False
     max_traces: int = 64
 
@@ -67,6 +70,7 @@ _ALLOWED: dict[str, Any] = {
     "mode": get_args(Mode),
     "synchronous": bool,
     "background": bool,
+    "eager_if_faster": bool,
     "check": bool,
     "max_traces": int,
 }

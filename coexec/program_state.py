@@ -108,10 +108,11 @@ class ProgramState:
     identities: Identities = field(default_factory=Identities)
     updates: Updates = field(default_factory=Updates)
     pace: Pace = field(default_factory=Pace)  # call by call, or eagerly
-    start: Pace = field(default_factory=Pace)  # on the graph (at once, or when Python waits), or eagerly
+    start: Pace = field(
+        default_factory=lambda: Pace((Choice.USUAL,))
+    )  # of the graph: at once, or late, or not
     narrows: bool = False  # whether the next iteration may have a smaller graph
     settles: bool = False  # whether the graph has served long enough to be compiled
-    crowded: bool = False  # whether the graph's kernels leave no processor to Python
     traces: list[Trace] = field(default_factory=list)
     graph: TraceGraph | None = None
     skeleton: Skeleton | None = None
@@ -146,6 +147,7 @@ class ProgramState:
     _ways: Counter[Way] = field(default_factory=Counter)  # of iterations since the graph is this one
     _recombines: bool = False  # whether the latest trace was made of what others had
     _in_row: int = 0  # fallbacks since an iteration was co-executed
+    _entered: tuple[float, Choice] | None = None  # when the asynchronous iteration before began, and its way
     unsettled: int = 0  # iterations that the graph has to serve before it is compiled
     _narrowed: bool = False  # whether the skeleton has only these
     _returns: bool = False  # whether an iteration has then taken another one, or nothing is gained by it
@@ -398,9 +400,21 @@ class ProgramState:
             return
         log.info("%s: iteration %d: %s", self.key, self.iteration, _NEWS[self.start.fastest])
         if self.start.fastest is Choice.EAGER:
-            self.note(
-                cause("CX0120", "with a kernel thread for each processor, as measured by turns", self.key)
-            )
+            self.note(cause("CX0120", "on the graph, as measured by turns", self.key))
+
+    def entered(self) -> Choice:
+        """An asynchronous iteration begins: takes in how long the one before took, until here.
+
+        Returns:
+            In which way this one runs.
+        """
+        now = time.perf_counter()
+        if self._entered is not None:
+            began, way = self._entered
+            self.ran_on_the_graph(now - began, way)
+        way = self.start.next()
+        self._entered = now, way
+        return way
 
     def note(self, why: Cause) -> None:
         """Remembers a cause for `explain`."""
@@ -478,13 +492,23 @@ class ProgramState:
             self.note(cause("CX0201", why_aten, self.key))
         self._compiles = why_aten is None
         self.skeleton = make_skeleton(graph, program)
-        self.crowded = (program.threads or torch.get_num_threads()) >= processors()
         self._captured = self.identities.references(graph.captured)
-        eager = (Choice.EAGER,) if self.options.executor == "aten" else ()  # others are not what they will be
-        self.start = Pace((Choice.USUAL, Choice.LATE, *eager))
+        self._measure_ways(program)
         self.dynamic_cause = None
         self.compile_s.append(time.perf_counter() - began)
         self._move_to(Phase.COEXECUTION)
+
+    def _measure_ways(self, program: Program) -> None:
+        """Begins to measure in which way iterations are the fastest; another trace does not change that."""
+        self._entered = None
+        crowded = (program.threads or torch.get_num_threads()) >= processors()
+        late = (Choice.LATE,) if crowded and self.options.synchronous else ()
+        # Compiled blocks come later, and round in another way: which one has to be the same in each run.
+        exact = self.options.executor == "aten"
+        eager = (Choice.EAGER,) if exact and self.options.eager_if_faster else ()
+        ways = (Choice.USUAL, *late, *eager)
+        if ways != self.start.ways or not exact:
+            self.start = Pace(ways)
 
     def _make_program(self, graph: TraceGraph) -> tuple[Program, str | None]:
         """The program of a graph; for the time being `aten`'s, if blocks are compiled later."""

@@ -116,7 +116,7 @@ REASONS = _registry(
     Reason(
         "CX0120",
         "the program is slower than in eager execution",
-        "Leave a processor to Python, or use inductor; eager meanwhile, and measured again now and then.",
+        "Use inductor, or leave a processor to Python; eager meanwhile, and measured again now and then.",
     ),
     Reason(
         "CX0121",

@@ -192,18 +192,23 @@ def _begin(state: ProgramState, frame: FrameType, options: Options) -> _Session 
     state.running = True
     before = state.pending
     if state.phase is Phase.DYNAMIC and not state.tries_tracing():
-        if state.pace.next() is Choice.EAGER and _is_timed():
-            return _EagerSession(state)
+        if options.eager_if_faster and state.pace.next() is Choice.EAGER and _is_timed():
+            return _EagerSession(state, timed=True)
         return _DynamicSession(state, options)
     if state.phase is Phase.COEXECUTION:
         state.take_compiled()
         state.narrow()
         state.settle()
-        if _may_choose(state, options) and state.start.next() is Choice.EAGER:
-            return _EagerSession(state)
+        way = None
+        if _may_choose(state, options):
+            way = state.start.next() if options.synchronous else state.entered()
+        if way is Choice.EAGER:
+            if before is not None:
+                before.settle()
+            return _EagerSession(state, timed=options.synchronous)
         captured = state.captured_tensors()
         if captured is not None:
-            return _CoexecutionSession(state, frame, captured, options, before)
+            return _CoexecutionSession(state, frame, captured, options, way, before)
         if before is not None:
             before.settle()
         state.lost_capture()
@@ -233,9 +238,9 @@ def _is_timed() -> bool:
 
 
 def _may_choose(state: ProgramState, options: Options) -> bool:
-    """Whether co-executed iterations may run in several ways, to see which is the fastest."""
-    usual = options.synchronous and options.mode == "coexec" and active_profile() is None
-    return usual and state.crowded and _is_timed()
+    """Whether iterations with a graph may run in several ways, to see which is the fastest."""
+    usual = options.mode == "coexec" and active_profile() is None
+    return usual and len(state.start.ways) > 1 and _is_timed()
 
 
 #: Why there is no trace of an iteration that makes such calls.
@@ -318,10 +323,15 @@ class _EagerSession(_Session):
 
     phase = Phase.EAGER.value
 
+    def __init__(self, state: ProgramState, *, timed: bool) -> None:
+        super().__init__(state)
+        self._timed = timed
+
     def end(self, error: BaseException | None) -> None:
         self.state.running = False
         self.state.steps["eager"] += 1
-        self.state.ran_eagerly(time.perf_counter() - self._began)
+        if self._timed:
+            self.state.ran_eagerly(time.perf_counter() - self._began)
 
 
 class _DynamicSession(_Session):
@@ -368,6 +378,7 @@ class _CoexecutionSession(_Session):
         frame: FrameType,
         captured: list[torch.Tensor | None],
         options: Options,
+        way: Choice | None,
         before: Pending | None,
     ) -> None:
         super().__init__(state)
@@ -379,9 +390,7 @@ class _CoexecutionSession(_Session):
         self._pending: Pending | None = None
         self._cause: Cause | None = None
         self._asynchronous = not options.synchronous and options.mode == "coexec"
-        self._may_choose = _may_choose(state, options)
-        late = self._may_choose and state.start.next() is Choice.LATE
-        self._starts_late = options.mode == "lazy" or late
+        self._timed_way = None if self._asynchronous else way
         self._seconds = 0.0  # of Python in the block and its ends
         self._graph_runner = state.idle_graph_runner
         self._graph_times = tuple(self._graph_runner.times())
@@ -395,7 +404,7 @@ class _CoexecutionSession(_Session):
             frame,
             self._on_mismatch,
             self._callbacks,
-            lazy=self._starts_late,
+            lazy=options.mode == "lazy" or way is Choice.LATE,
             exclusive=self._asynchronous,
             before=before,
         )
@@ -563,8 +572,8 @@ class _CoexecutionSession(_Session):
             return False
         state.steps["co-execution"] += 1
         self._seconds += time.perf_counter() - self._began
-        if self._may_choose:
-            state.ran_on_the_graph(self._seconds, Choice.LATE if self._starts_late else Choice.USUAL)
+        if self._timed_way is not None:
+            state.ran_on_the_graph(self._seconds, self._timed_way)
         self._record_times(self._seconds, self._graph_times, self._graph_runner.times(), self.runner.stall_s)
         state.coexecuted(way)
         self.runner.raise_interrupt()

@@ -74,6 +74,7 @@ def compare_case(path: Path, executor: Executor) -> Result:
         raise RuntimeError(f"the case fails in eager: {type(eager.error).__name__}: {eager.error}")
     coexec.reset()
     coexec.options.background = False  # what is compared is what was asked for
+    coexec.options.eager_if_faster = False
     early = Counter[str]()
 
     def after_step(step: int) -> None:

@@ -74,6 +74,7 @@ def start(contender: Contender, setup: Setup) -> Run:
         seed=setup.seed,
         preset=setup.preset,
         synchronous=contender.mode != "coexec:asynchronous",
+        eager_if_faster=True,
     )
     if setup.channels_last:
         run.training.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

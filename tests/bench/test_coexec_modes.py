@@ -8,8 +8,7 @@ from bench.cli import main
 @pytest.mark.parametrize("program", ["digits", "charlm"])
 def test_coexec_and_lazy_equal_eager_bit_for_bit_and_are_explained(program, tmp_path):
     out = tmp_path / "compare.json"
-    # On one thread, so that a processor is left to Python and nothing runs eagerly.
-    modes = ["--modes", "coexec,lazy", "--threads", "1"]
+    modes = ["--modes", "coexec,lazy"]
 
     status = main(["compare", program, *modes, "--preset", "tiny", "--steps", "50", "--out", str(out)])
 

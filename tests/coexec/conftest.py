@@ -45,6 +45,7 @@ def _fresh(monkeypatch):
     torch.set_num_threads(1)
     coexec.reset()
     monkeypatch.setattr(coexec.options, "background", False)  # each test says what runs its graph
+    monkeypatch.setattr(coexec.options, "eager_if_faster", False)
     yield
     coexec.reset()
     leave_all_modes()
