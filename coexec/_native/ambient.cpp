@@ -29,8 +29,10 @@ int64_t autocast_state(c10::DeviceType device) {
 
 // How kernels may round float32, by backend and kind of operation; and how the thread rounds.
 int64_t precisions(const at::Context& context) {
+  static const bool cuda = at::hasCUDA();  // these are in hash tables, which takes its time in each torch call
   int64_t all = float_control();
   for (auto backend : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN}) {
+    if (backend == at::Float32Backend::CUDA && !cuda) continue;
     for (auto op : {at::Float32Op::CONV, at::Float32Op::RNN, at::Float32Op::MATMUL}) {
       all = all << 8 | static_cast<int64_t>(context.float32Precision(backend, op));
     }

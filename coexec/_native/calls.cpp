@@ -135,7 +135,7 @@ c10::IValue transformed(PyObject* number, const std::string& transform) {
 }
 
 py::object build(
-    const py::handle& result, const std::vector<py::object>& outputs, const std::vector<PyObject*>& arguments,
+    const py::handle& result, c10::ArrayRef<py::object> outputs, const std::vector<PyObject*>& arguments,
     const Names& names) {
   auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(result.ptr()));
   if (kind == names.new_tensor) return outputs[PyLong_AsSsize_t(names.new_index.get(result.ptr()))];

@@ -47,7 +47,7 @@ c10::IValue transformed(PyObject* number, const std::string& transform);
 
 // The value that a template stands for, with the call's new tensors and its tensor arguments.
 pybind11::object build(
-    const pybind11::handle& result, const std::vector<pybind11::object>& outputs,
+    const pybind11::handle& result, c10::ArrayRef<pybind11::object> outputs,
     const std::vector<PyObject*>& arguments, const Names& names);
 
 }  // namespace coexec

@@ -4,7 +4,10 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/utils/python_torch_function_mode.h>
 
-#include <unordered_map>
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -12,18 +15,32 @@ namespace coexec {
 namespace {
 
 struct Entry {
+  PyObject* mode;                  // PyTorch wants it to be `self` of its `__torch_function__`
   py::object python;               // answers what nobody else does
+  py::object method;               // its `__torch_function__`
   Answering* answering = nullptr;  // kept alive by the mode
 };
 
-// By mode: PyTorch wants the mode itself to be `self` of its `__torch_function__`.
-std::unordered_map<PyObject*, Entry>& entries() {
-  static auto* instance = new std::unordered_map<PyObject*, Entry>();  // outlives the interpreter
+// Of the modes that are entered now: a few.
+std::vector<std::unique_ptr<Entry>>& entries() {
+  static auto* instance = new std::vector<std::unique_ptr<Entry>>();  // outlives the interpreter
   return *instance;
 }
 
+Entry* find(PyObject* mode) {
+  for (const auto& entry : entries()) {
+    if (entry->mode == mode) return entry.get();
+  }
+  return nullptr;
+}
+
+Entry& entry_of(PyObject* mode) {
+  if (Entry* entry = find(mode)) return *entry;
+  throw std::out_of_range("the mode is not attached");
+}
+
 py::object answer(PyObject* mode, PyObject* function, PyObject* types, PyObject* args, PyObject* kwargs) {
-  Entry& entry = entries().at(mode);
+  Entry& entry = entry_of(mode);
   if (entry.answering) {
     py::object answered = entry.answering->answer(function, args, kwargs);
     if (answered.ptr() != Py_NotImplemented) return answered;
@@ -50,12 +67,34 @@ PyObject* torch_function(PyObject* mode, PyObject* const* args, Py_ssize_t count
   return nullptr;
 }
 
+// What C code gets of a mode by name. PyTorch asks for this method twice in each call, and without this Python
+// would make a string of the name and look for it in all base classes.
+PyObject* get_attribute(PyObject* mode, char* name) {
+  if (std::strcmp(name, "__torch_function__") == 0) {
+    if (const Entry* entry = find(mode)) return Py_NewRef(entry->method.ptr());
+  }
+  PyObject* string = PyUnicode_FromString(name);
+  if (!string) return nullptr;
+  PyObject* found = Py_TYPE(mode)->tp_getattro(mode, string);
+  Py_DECREF(string);
+  return found;
+}
+
+void detach(const py::object& mode) {
+  auto& all = entries();
+  all.erase(std::remove_if(all.begin(), all.end(), [&](const auto& e) { return e->mode == mode.ptr(); }), all.end());
+}
+
 py::object attach(const py::object& mode, py::object python) {
   static PyMethodDef definition{"__torch_function__",
                                 reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&torch_function)),
                                 METH_FASTCALL, "Answers a torch call, or hands it to Python."};
-  entries()[mode.ptr()] = Entry{std::move(python)};
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, mode.ptr()));
+  auto method = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, mode.ptr()));
+  if (!method) throw py::error_already_set();
+  detach(mode);
+  entries().push_back(std::make_unique<Entry>(Entry{mode.ptr(), std::move(python), method}));
+  if (!Py_TYPE(mode.ptr())->tp_getattr) Py_TYPE(mode.ptr())->tp_getattr = &get_attribute;
+  return method;
 }
 
 // The function mode that the next call goes to; null if that is none of ours.
@@ -63,7 +102,7 @@ PyObject* own_mode() {
   if (!at::impl::torch_function_mode_enabled()) return nullptr;
   int64_t inmost = at::impl::PythonTorchFunctionTLS::stack_len() - 1;
   PyObject* mode = at::impl::PythonTorchFunctionTLS::get_stack_at(inmost)->ptr(getPyInterpreter());
-  return entries().count(mode) ? mode : nullptr;
+  return find(mode) ? mode : nullptr;
 }
 
 // handle_torch_function(function, relevant arguments, *args, **kwargs)
@@ -112,9 +151,9 @@ void bind_entry(py::module_& m) {
   py::class_<Answering>(m, "Answering");
   m.def("attach", &attach, "A `__torch_function__` for a mode, which `python` answers.");
   m.def("handler", &handler, "A `handle_torch_function` that calls attached modes at once, and is the original for others.");
-  m.def("lead", [](const py::object& mode, Answering* answering) { entries().at(mode.ptr()).answering = answering; },
+  m.def("lead", [](const py::object& mode, Answering* answering) { entry_of(mode.ptr()).answering = answering; },
         py::arg("mode"), py::arg("answering").none(true), "Lets somebody answer before Python does, or nobody.");
-  m.def("detach", [](const py::object& mode) { entries().erase(mode.ptr()); });
+  m.def("detach", &detach);
 }
 
 }  // namespace coexec

@@ -2,6 +2,7 @@
 
 #include "bypass.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -39,18 +40,16 @@ bool Meta::fits_but_for_sizes(const at::Tensor& tensor) const {
 }
 
 at::Tensor Meta::hollow(at::IntArrayRef shape, at::IntArrayRef stride, int64_t offset) const {
-  auto options = at::TensorOptions(dtype).device(device);
-  at::Tensor tensor = at::for_blob(nullptr, shape)
-                          .strides(stride)
-                          .storage_offset(offset)
-                          .context(nullptr, [](void*) {})
-                          .target_device(device)
-                          .options(options)
-                          .allocator(c10::GetAllocator(c10::kMeta))
-                          .resizeable_storage()
-                          .make_tensor();
+  auto type = c10::scalarTypeToTypeMeta(dtype);
+  size_t bytes = at::detail::computeStorageNbytes(shape, stride, type.itemsize(), offset);
+  c10::Storage storage(
+      c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device), c10::GetAllocator(c10::kMeta),
+      /*resizable=*/true);
+  storage.unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
+  at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(at::TensorOptions(dtype).device(device).computeDispatchKey()), type);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape, stride, offset);
   tensor.unsafeGetTensorImpl()->set_python_dispatch(true);
-  tensor.storage().unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
   mark(tensor);
   if (requires_grad) tensor.set_requires_grad(true);
   return tensor;

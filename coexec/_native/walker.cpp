@@ -6,11 +6,13 @@
 #include "entry.h"
 #include "location.h"
 #include "meta.h"
+#include "pointer_map.h"
 #include "runner.h"
 #include "slots.h"
 #include "waiting.h"
 
 #include <ATen/Functions.h>
+#include <c10/util/SmallVector.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/Exceptions.h>
@@ -66,8 +68,14 @@ struct WalkerNames {
   Slot event, output;                                               // of a Produced
 };
 
+// Where an iteration begins; the number is that of coexec.tracegraph.graph.
+constexpr int64_t kStart = -1;
+
 // A symbol that an iteration has not shown; the number is that of coexec.tracegraph.graph.
 constexpr int64_t kUnknown = -(int64_t{1} << 62);
+
+// What a fetch of numbers gives Python; the numbers are those of coexec.runners.walker.
+enum class Looks : long { Item = 0, List = 1, Bool = 2, Float = 3, Int = 4 };
 
 // What is done with a function that is no event; the numbers are those of coexec.runners.walker.
 enum class Treatment : long { Call = 0, Annotate = 1, IsLeaf = 2, GetGrad = 3, SetGrad = 4 };
@@ -79,7 +87,7 @@ struct Node {
   std::vector<NumberSlot> numbers;
   std::vector<NumberPlan> number_plans;
   std::vector<Alternative> alternatives;
-  std::unordered_map<int64_t, std::vector<int64_t>> edges;  // messages by the node before
+  std::vector<std::pair<int64_t, std::vector<int64_t>>> edges;  // messages by the node before
   std::vector<Meta> output_metas;
   bool varies = false;  // whether sizes of its outputs do
   std::vector<Size> watched;  // what it does depends on these
@@ -87,10 +95,11 @@ struct Node {
   std::vector<py::object> output_bindings, output_histories, output_places;
   std::unordered_map<size_t, size_t> rebinds;  // the argument that an output is, changed in place
   py::object result;
+  int64_t returned = -1;  // the output that is the result, if one is
   py::object id_object, location_object;
   std::vector<int64_t> fetches;  // the slots of numbers that Python looks at
   std::vector<std::pair<size_t, size_t>> grads;  // leaf (among the arguments) and output that is its gradient
-  bool counts;                   // whether they come in a list of floats; else there is one
+  Looks looks;                   // what becomes of them; there is one, but for a list
   bool backward;
   bool simple;
 };
@@ -110,6 +119,7 @@ Leaf make_leaf(const py::handle& binding) {
 Node make_node(const py::dict& d) {
   Node n;
   n.id = d["id"].cast<int64_t>();
+  n.returned = d["returned"].cast<int64_t>();
   n.location = d["location"].cast<int64_t>();
   n.node = d["node"];
   n.function = d["function"];
@@ -139,7 +149,7 @@ Node make_node(const py::dict& d) {
     out.select = alternative["select"].cast<int64_t>();
     n.alternatives.push_back(std::move(out));
   }
-  n.edges = d["edges"].cast<std::unordered_map<int64_t, std::vector<int64_t>>>();
+  for (auto& edge : d["edges"].cast<std::unordered_map<int64_t, std::vector<int64_t>>>()) n.edges.push_back(edge);
   n.output_metas = metas_of(d["output_metas"]);
   for (const Meta& meta : n.output_metas) n.varies |= meta.varies;
   n.watched = sizes_of(d["watched"]);
@@ -154,7 +164,7 @@ Node make_node(const py::dict& d) {
   n.id_object = d["id"];
   n.location_object = d["location"];
   n.fetches = d["fetches"].cast<std::vector<int64_t>>();
-  n.counts = d["counts"].cast<bool>();
+  n.looks = static_cast<Looks>(d["looks"].cast<long>());
   n.grads = d["grads"].cast<std::vector<std::pair<size_t, size_t>>>();
   n.backward = d["backward"].cast<bool>();
   n.simple = d["simple"].cast<bool>();
@@ -165,8 +175,9 @@ class Walker : public Answering {
  public:
   Walker(const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children, WalkerNames names,
          py::function ambient, std::vector<std::pair<int64_t, int64_t>> ranges)
-      : names_(std::move(names)), ambient_(std::move(ambient)), children_(children), ranges_(std::move(ranges)) {
+      : names_(std::move(names)), ambient_(std::move(ambient)), children_(nodes.size() + 1), ranges_(std::move(ranges)) {
     for (const auto& d : nodes) nodes_.push_back(make_node(d.cast<py::dict>()));
+    for (const auto& [node, following] : children) children_.at(node - kStart) = following;
   }
 
   // Binds the walker to an iteration: Python's dictionaries and lists, and the GraphRunner.
@@ -191,9 +202,11 @@ class Walker : public Answering {
     captured_ = iteration_.attr("captured");
     runner_ = runner;
     outermost_ = std::move(outermost);
+    made_.clear();
   }
 
   void end() {
+    made_.clear();
     for (auto* o : {&iteration_, &symbols_, &placeholders_, &externals_, &fed_, &path_, &records_, &late_, &grads_, &captured_,
                     &outermost_, &check_memory_}) {
       *o = py::none();
@@ -216,7 +229,7 @@ class Walker : public Answering {
   bool forget_gradients(const py::list& tensors) {
     std::vector<PyObject*> with_gradient;
     for (py::handle tensor : tensors) {
-      if (!THPVariable_Check(tensor.ptr()) || lookup(symbols_, tensor.ptr())) return false;
+      if (!THPVariable_Check(tensor.ptr()) || symbol_for(tensor.ptr())) return false;
       PyObject* assigned = lookup(grads_, tensor.ptr());
       bool has = assigned ? PyTuple_GET_ITEM(assigned, 1) != Py_None : THPVariable_Unpack(tensor.ptr()).grad().defined();
       if (has) with_gradient.push_back(tensor.ptr());
@@ -232,7 +245,7 @@ class Walker : public Answering {
   bool collect(const py::list& parameters, const py::dict& states, const py::list& sources, const py::list& lists) {
     std::vector<py::object> items;  // of each parameter, in the order of the lists
     for (py::handle parameter : parameters) {
-      if (!THPVariable_Check(parameter.ptr()) || lookup(symbols_, parameter.ptr())) return false;
+      if (!THPVariable_Check(parameter.ptr()) || symbol_for(parameter.ptr())) return false;
       const at::Tensor& tensor = THPVariable_Unpack(parameter.ptr());
       py::object gradient = py::none();
       if (PyObject* assigned = lookup(grads_, parameter.ptr())) {
@@ -269,7 +282,7 @@ class Walker : public Answering {
   std::optional<std::pair<py::list, py::list>> show_gradients(const py::list& tensors) {
     py::list shown, before;
     for (py::handle tensor : tensors) {
-      if (!THPVariable_Check(tensor.ptr()) || lookup(symbols_, tensor.ptr())) return std::nullopt;
+      if (!THPVariable_Check(tensor.ptr()) || symbol_for(tensor.ptr())) return std::nullopt;
     }
     std::unordered_set<PyObject*> seen;
     for (py::handle tensor : tensors) {
@@ -311,7 +324,7 @@ class Walker : public Answering {
     py::object not_implemented = py::reinterpret_borrow<py::object>(Py_NotImplemented);
     if (PyTuple_GET_SIZE(args) == 0) return not_implemented;
     PyObject* tensor = PyTuple_GET_ITEM(args, 0);
-    PyObject* symbol = lookup(symbols_, tensor);
+    PyObject* symbol = symbol_for(tensor);
     if (treatment == Treatment::IsLeaf) return symbol ? not_implemented : call(function, args, kwargs);
     if (treatment == Treatment::GetGrad) {
       if (PyObject* assigned = lookup(grads_, tensor)) return grad_of(PyTuple_GET_ITEM(assigned, 1));
@@ -346,10 +359,8 @@ class Walker : public Answering {
     py::object not_implemented = py::reinterpret_borrow<py::object>(Py_NotImplemented);
     if (PyList_GET_SIZE(names_.exposed.get(iteration_.ptr())) != 0) return not_implemented;
     int64_t at = PyLong_AsLongLong(names_.at.get(iteration_.ptr()));
-    auto found = children_.find(at);
-    if (found == children_.end()) return not_implemented;
     int64_t location = -2;
-    for (int64_t child : found->second) {
+    for (int64_t child : children_[at - kStart]) {
       const Node& node = nodes_[child];
       if (!node.simple || !equal(node.function.ptr(), function)) continue;
       if (location == -2) location = locate(0, outermost_.ptr());
@@ -381,7 +392,7 @@ class Walker : public Answering {
     symbolic_.clear();
     for (size_t i = 0; i < node.metas.size(); ++i) {
       PyObject* tensor = arguments_.tensors[i];
-      PyObject* symbol = lookup(symbols_, tensor);
+      PyObject* symbol = symbol_for(tensor);
       symbolic_.push_back(symbol != nullptr);
       if (symbol) {
         if (!equal(names_.meta.get(symbol), node.metas[i].python.ptr()) &&
@@ -595,6 +606,13 @@ class Walker : public Answering {
     return symbol;
   }
 
+  // The symbol of a placeholder, borrowed; null for another tensor.
+  PyObject* symbol_for(PyObject* tensor) const {
+    PyObject* symbol = made_.find(tensor);
+    if (symbol || PyDict_GET_SIZE(symbols_.ptr()) == static_cast<Py_ssize_t>(made_.size())) return symbol;
+    return lookup(symbols_, tensor);
+  }
+
   static PyObject* lookup(const py::object& dict, PyObject* tensor) {
     PyObject* value = PyDict_GetItemWithError(dict.ptr(), id_of(tensor).ptr());
     if (!value && PyErr_Occurred()) throw py::error_already_set();
@@ -645,19 +663,20 @@ class Walker : public Answering {
     py::object record = make_record(node, tokens, numbers);
     if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
     if (!node.fetches.empty()) return fetched;
-    std::vector<py::object> outputs;
+    c10::SmallVector<py::object, 4> outputs;
     for (size_t i = 0; i < node.output_metas.size(); ++i) {
       py::object symbol, tensor;
       auto rebound = node.rebinds.find(i);
       if (rebound != node.rebinds.end()) {
         tensor = py::reinterpret_borrow<py::object>(arguments_.tensors[rebound->second]);
-        symbol = py::reinterpret_borrow<py::object>(lookup(symbols_, tensor.ptr()));
+        symbol = py::reinterpret_borrow<py::object>(symbol_for(tensor.ptr()));
       } else {
         tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(hollow(node.output_metas[i])));
         symbol = make_instance(names_.symbol.ptr());
         names_.tensor.set(symbol.ptr(), tensor.ptr());
         names_.meta.set(symbol.ptr(), node.output_metas[i].python.ptr());
         put(symbols_, id_of(tensor.ptr()), symbol);
+        made_.insert(tensor.ptr(), symbol.ptr());
       }
       names_.binding.set(symbol.ptr(), node.output_bindings[i].ptr());
       names_.history.set(symbol.ptr(), node.output_histories[i].ptr());
@@ -670,13 +689,14 @@ class Walker : public Answering {
       put(grads_, id_of(tensor),
           py::reinterpret_steal<py::object>(PyTuple_Pack(2, token, node.output_bindings[output].ptr())));
     }
+    if (node.returned >= 0) return outputs[node.returned];
     return build(node.result, outputs, arguments_.tensors, names_.calls);
   }
 
   void send_path(const Node& node, const Alternative& alternative, int64_t at) {
-    auto edge = node.edges.find(at);
-    if (edge != node.edges.end()) {
-      for (int64_t message : edge->second) runner_->send(message);
+    for (const auto& [before, messages] : node.edges) {
+      if (before != at) continue;
+      for (int64_t message : messages) runner_->send(message);
     }
     if (alternative.select >= 0) runner_->send(alternative.select);
   }
@@ -705,9 +725,9 @@ class Walker : public Answering {
     }
   }
 
-  // What a fetch of numbers returns; false if the graph has failed.
+  // What a fetch of numbers returns; false if the graph has failed, or the call will fail.
   bool fetch(const Node& node, py::object& fetched) {
-    if (!node.counts) return fetch(node.fetches[0], fetched);
+    if (node.looks != Looks::List) return fetch(node.fetches[0], fetched) && convert(node.looks, fetched);
     py::list numbers(node.fetches.size());
     for (size_t i = 0; i < node.fetches.size(); ++i) {
       py::object number;
@@ -715,6 +735,18 @@ class Walker : public Answering {
       PyList_SET_ITEM(numbers.ptr(), i, checked(PyNumber_Float(number.ptr())).release().ptr());
     }
     fetched = std::move(numbers);
+    return true;
+  }
+
+  static bool convert(Looks looks, py::object& number) {
+    if (looks == Looks::Bool) {
+      number = py::bool_(number);
+    } else if (looks == Looks::Float) {
+      number = checked(PyNumber_Float(number.ptr()));
+    } else if (looks == Looks::Int) {
+      if (PyFloat_Check(number.ptr()) && !std::isfinite(PyFloat_AS_DOUBLE(number.ptr()))) return false;
+      number = checked(PyNumber_Long(number.ptr()));
+    }
     return true;
   }
 
@@ -776,7 +808,7 @@ class Walker : public Answering {
   WalkerNames names_;
   py::function ambient_;
   std::vector<Node> nodes_;
-  std::unordered_map<int64_t, std::vector<int64_t>> children_;
+  std::vector<std::vector<int64_t>> children_;  // of the start and of each node
   Ambient fingerprint_{};
   py::object ambient_state_;
   std::unordered_map<PyObject*, bool> ambient_matches_;
@@ -788,6 +820,7 @@ class Walker : public Answering {
   std::vector<py::object> found_;  // the binding of each tensor argument; null for one that is new
   std::vector<py::object> implicit_;  // the leaves and gradients of a backward pass, as a record has them
   std::vector<bool> symbolic_;     // of each tensor argument: whether it is a placeholder
+  PointerMap made_;  // the symbol of each placeholder that was made here; Python makes others
   double stall_s_ = 0;             // in fetches of this iteration
   bool watched_ = false;           // somebody times the fetches
   bool ahead_ = false;             // the iteration before this one is not finished

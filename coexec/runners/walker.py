@@ -39,6 +39,17 @@ _TREATMENTS: dict[Any, int] = {
     functions.DELETE_GRAD: _SET_GRAD,
 }
 
+#: What a fetch of numbers gives Python: the number that a tensor holds, as what it was asked for, or a list
+#: of floats.
+_ITEM, _LIST, _BOOL, _FLOAT, _INT = range(5)
+_LOOKS: dict[Any, int] = {
+    torch.Tensor.item: _ITEM,
+    counts_of: _LIST,
+    torch.Tensor.__bool__: _BOOL,
+    torch.Tensor.__float__: _FLOAT,
+    torch.Tensor.__int__: _INT,
+}
+
 #: Objects that native code compares with, or makes.
 NAMES = {
     "NewTensor": calls.NewTensor,
@@ -130,10 +141,11 @@ def _node(
         "output_histories": [o.history for o in node.outputs],
         "rebinds": [(output, argument) for argument, output in node.rebinds],
         "result": node.result,
+        "returned": node.result.index if isinstance(node.result, calls.NewTensor) else -1,
         "fetches": list(plan.fetches) if _looks_at_numbers(node) else [],
         "grads": [(g.leaf, g.output) for g in node.grads],
         "backward": node.backward,
-        "counts": node.function is counts_of,
+        "looks": _LOOKS.get(node.function, _ITEM),
         "simple": simple and not plan.asks and (_is_simple(node) or _looks_at_numbers(node)),
     }
 
@@ -150,7 +162,7 @@ def _returns(node: Node) -> bool:
 
 def _looks_at_numbers(node: Node) -> bool:
     """Whether an event gives Python single numbers, of types that Python has."""
-    if node.kind is not Kind.FETCH or node.function not in (torch.Tensor.item, counts_of):
+    if node.kind is not Kind.FETCH or node.function not in _LOOKS:
         return False
     key: Any = node.key
     return _is_plain(node) and all(

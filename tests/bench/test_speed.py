@@ -232,8 +232,8 @@ def test_programs_take_turns_and_the_report_is_made_of_the_record(tmp_path, caps
         assert one["losses"]
     assert coexec["losses"] == eager["losses"]
     assert (eager["graph_breaks"], eager["recompilations"]) == (0, 0)
-    assert coexec["phases"] == {"co-execution": 20}
-    assert coexec["coexec_share"] == 1
+    assert sum(coexec["phases"].values()) == 20
+    assert coexec["coexec_share"] == coexec["phases"]["co-execution"] / 20 > 0.5
     assert coexec["python_ms"] > 0
     assert "PythonRunner's own time" in capsys.readouterr().out
 
