@@ -84,7 +84,7 @@ def test_placeholders_that_python_made_are_known_where_c_looks_for_them(asked):
         x = torch.randn(64, 4)
         with tape():
             y = s.model(x)
-            rows = y[y[:, 0] > 0]  # asks for its size, which is left to Python
+            rows = y[x[:, 0] > 0]  # asks for its size, which is left to Python
             mine = y * 2
             both = rows.sum() + mine.sum()
             train(s, both + rows.square().sum())
