@@ -17,6 +17,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
 #include <cmath>
 #include <unordered_map>
 #include <unordered_set>
@@ -913,20 +914,19 @@ bool are_counters(const py::list& tensors) {
 
 // Whether no two tensors are on the same memory: of `captured` (or None), those that are `bound`, and all `fed`.
 bool have_own_memory(const py::list& captured, const py::tuple& bound, const py::dict& fed) {
-  std::unordered_set<c10::StorageImpl*> seen;
-  seen.reserve(bound.size() + fed.size());
-  auto is_new = [&](PyObject* tensor) {
-    return tensor == Py_None || seen.insert(THPVariable_Unpack(tensor).storage().unsafeGetStorageImpl()).second;
+  std::vector<c10::StorageImpl*> all;
+  all.reserve(bound.size() + fed.size());
+  auto add = [&](PyObject* tensor) {
+    if (tensor != Py_None) all.push_back(THPVariable_Unpack(tensor).storage().unsafeGetStorageImpl());
   };
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(bound.ptr()); ++i) {
-    if (!is_new(PyList_GET_ITEM(captured.ptr(), PyLong_AsSsize_t(PyTuple_GET_ITEM(bound.ptr(), i))))) return false;
+    add(PyList_GET_ITEM(captured.ptr(), PyLong_AsSsize_t(PyTuple_GET_ITEM(bound.ptr(), i))));
   }
   Py_ssize_t position = 0;
   PyObject *key, *tensor;
-  while (PyDict_Next(fed.ptr(), &position, &key, &tensor)) {
-    if (!is_new(tensor)) return false;
-  }
-  return true;
+  while (PyDict_Next(fed.ptr(), &position, &key, &tensor)) add(tensor);
+  std::sort(all.begin(), all.end());
+  return std::adjacent_find(all.begin(), all.end()) == all.end();
 }
 
 }  // namespace
