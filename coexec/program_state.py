@@ -108,9 +108,7 @@ class ProgramState:
     identities: Identities = field(default_factory=Identities)
     updates: Updates = field(default_factory=Updates)
     pace: Pace = field(default_factory=Pace)  # call by call, or eagerly
-    start: Pace = field(
-        default_factory=lambda: Pace((Choice.USUAL,))
-    )  # of the graph: at once, or late, or not
+    start: Pace = field(default_factory=lambda: Pace((Choice.USUAL,)))  # with a graph
     narrows: bool = False  # whether the next iteration may have a smaller graph
     settles: bool = False  # whether the graph has served long enough to be compiled
     traces: list[Trace] = field(default_factory=list)

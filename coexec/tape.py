@@ -239,8 +239,9 @@ def _is_timed() -> bool:
 
 def _may_choose(state: ProgramState, options: Options) -> bool:
     """Whether iterations with a graph may run in several ways, to see which is the fastest."""
-    usual = options.mode == "coexec" and active_profile() is None
-    return usual and len(state.start.ways) > 1 and _is_timed()
+    ways = state.start.ways
+    allowed = options.mode == "coexec" and (options.eager_if_faster or Choice.EAGER not in ways)
+    return allowed and len(ways) > 1 and active_profile() is None and _is_timed()
 
 
 #: Why there is no trace of an iteration that makes such calls.

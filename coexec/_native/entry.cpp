@@ -91,8 +91,12 @@ py::object attach(const py::object& mode, py::object python) {
                                 METH_FASTCALL, "Answers a torch call, or hands it to Python."};
   auto method = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, mode.ptr()));
   if (!method) throw py::error_already_set();
-  detach(mode);
-  entries().push_back(std::make_unique<Entry>(Entry{mode.ptr(), std::move(python), method}));
+  Entry made{mode.ptr(), std::move(python), method};
+  if (Entry* entry = find(mode.ptr())) {
+    *entry = std::move(made);
+  } else {
+    entries().push_back(std::make_unique<Entry>(std::move(made)));
+  }
   if (!Py_TYPE(mode.ptr())->tp_getattr) Py_TYPE(mode.ptr())->tp_getattr = &get_attribute;
   return method;
 }
