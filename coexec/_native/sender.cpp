@@ -5,6 +5,7 @@
 #include "dispatch_keys.h"
 #include "queue.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -63,7 +64,12 @@ struct Sent {
 
 at::Tensor copied(const at::Tensor& tensor) {
   c10::impl::ExcludeDispatchKeyGuard guard(kNotForCopies);
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()).copy_(tensor);
+  at::Tensor made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::No) return made.copy_(tensor);
+  // An expanded one, which cannot be written: all the memory that it spans.
+  int64_t span = made.storage().nbytes() / made.itemsize();
+  made.as_strided({span}, {1}, 0).copy_(tensor.as_strided({span}, {1}, tensor.storage_offset()));
+  return made;
 }
 
 void mix(uint64_t& hash, uint64_t value) { hash = (hash ^ value) * 0x9e3779b97f4a7c15ull + (hash >> 29); }

@@ -490,3 +490,31 @@ def test_a_write_through_data_leaves_the_version_of_the_tensor():
 
     report = compare(make, step, 14)
     assert report.steps["dynamic"] >= 4
+
+
+LAYOUTS = {
+    "expanded": lambda x: x[:, :1].expand(-1, 3),
+    "expanded from one": lambda x: x[0, 0].expand(4, 3),
+    "windows": lambda x: x.unfold(1, 2, 1)[:, :, 0].t().expand(3, 2, 4),
+    "columns": lambda x: x[:, ::2].repeat(1, 2)[:, :3].t(),
+    "transposed": lambda x: x.t(),
+}
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_that_numpy_may_know_is_sent_whatever_its_layout(layout, in_graph):
+    def step(s, k, tape):
+        x = LAYOUTS[layout](torch.randn(4, 3))
+        with tape():
+            h = s.model(torch.randn(2, 4)).tanh()
+            seen = x.detach().numpy().copy() if k % 4 != 3 else None
+            y = (x * h.mean()).cos()
+            train(s, y.square().mean())
+            s.log.append((seen, y.detach().stride()))
+            if not in_graph:
+                s.kept = s.model(x.reshape(-1)[:4])  # its history outlives the block
+
+    report = compare(linear, step, 16)
+
+    assert (report.phase == "dynamic") == (not in_graph)
