@@ -19,7 +19,6 @@ from __future__ import annotations
 import enum
 import os
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +26,7 @@ from dataclasses import dataclass, field
 TIMED, TIMED_OTHER = 24, 16
 #: Iterations that are enough of a way in which they take so many times as long as in another one.
 TIMED_SLOW, SLOW = 6, 1.5
-#: Iterations in the way that was the fastest before all are timed again: at first, and at most.
+#: Iterations in the way that was the fastest before the others are timed again: at first, and at most.
 FIRST_STAY, LAST_STAY = 200, 12_800
 
 
@@ -48,7 +47,6 @@ class Pace:
     seconds: dict[Choice, list[float]] = field(default_factory=dict)
     stay: int = 0  # iterations before the others are measured again
     stay_next: int = FIRST_STAY
-    latest: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED))  # in the fastest way
 
     def next(self) -> Choice:
         """In which way the next iteration runs."""
@@ -56,13 +54,12 @@ class Pace:
 
     def took(self, seconds: float, way: Choice) -> bool:
         """Takes in an iteration; whether it has shown that another way than before is the fastest."""
+        taken = self.seconds.setdefault(way, [])
+        taken.append(seconds)
         if self.stay:
             self.stay -= 1
-            self.latest.append(seconds)
-            if not self.stay:
-                self.seconds = {self.fastest: list(self.latest)}
+            del taken[:-TIMED]  # the others will be compared with the latest ones
             return False
-        self.seconds.setdefault(way, []).append(seconds)
         if any(map(self._lacks, self.ways)):
             return False
         fastest = min(self.ways, key=lambda w: _typical(self.seconds[w]))
@@ -70,7 +67,6 @@ class Pace:
         self.stay_next = FIRST_STAY if news else min(2 * self.stay_next, LAST_STAY)
         self.fastest, self.stay = fastest, self.stay_next
         self.seconds = {}
-        self.latest.clear()
         return news
 
     def _lacks(self, way: Choice) -> bool:

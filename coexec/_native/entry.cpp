@@ -4,7 +4,6 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/utils/python_torch_function_mode.h>
 
-#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -81,8 +80,7 @@ PyObject* get_attribute(PyObject* mode, char* name) {
 }
 
 void detach(const py::object& mode) {
-  auto& all = entries();
-  all.erase(std::remove_if(all.begin(), all.end(), [&](const auto& e) { return e->mode == mode.ptr(); }), all.end());
+  std::erase_if(entries(), [&](const auto& entry) { return entry->mode == mode.ptr(); });
 }
 
 py::object attach(const py::object& mode, py::object python) {

@@ -211,7 +211,7 @@ def test_programs_take_turns_and_the_report_is_made_of_the_record(tmp_path, caps
             "--round-seconds",
             "0",
             "--warmup",
-            "12",
+            "6",  # none runs eagerly yet, to see whether that is faster
             "--threads",
             "1",
             "--out",
@@ -225,15 +225,15 @@ def test_programs_take_turns_and_the_report_is_made_of_the_record(tmp_path, caps
     assert (eager["mode"], coexec["mode"], coexec["executor"]) == ("eager", "coexec", "aten")
     for one in (eager, coexec):
         assert len(one["round_ms"]) == 2
-        assert len(one["step_ms"]) == 12 + 2 * 10
-        assert (one["warmup_steps"], one["preset"], one["device"]) == (12, "tiny", "cpu")
+        assert len(one["step_ms"]) == 6 + 2 * 10
+        assert (one["warmup_steps"], one["preset"], one["device"]) == (6, "tiny", "cpu")
         assert one["first_call_s"] == pytest.approx(one["step_ms"][0] / 1e3)
         assert 0 < one["base_rss_mb"] <= one["peak_rss_mb"]
         assert one["losses"]
     assert coexec["losses"] == eager["losses"]
     assert (eager["graph_breaks"], eager["recompilations"]) == (0, 0)
-    assert sum(coexec["phases"].values()) == 20
-    assert coexec["coexec_share"] == coexec["phases"]["co-execution"] / 20 > 0.5
+    assert coexec["phases"] == {"co-execution": 20}
+    assert coexec["coexec_share"] == 1
     assert coexec["python_ms"] > 0
     assert "PythonRunner's own time" in capsys.readouterr().out
 
