@@ -39,6 +39,9 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from coexec._native import core
 
+#: The version of PyTorch: (2, 13), for instance.
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 #: Files whose frames PyTorch puts between an operation and a dispatch mode.

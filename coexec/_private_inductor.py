@@ -20,6 +20,8 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from coexec._private import VERSION
+
 #: The fewest elements that a part of a kernel has.
 _LEAST_PART = 8192
 
@@ -253,7 +255,7 @@ def set_compiler_options(options: bytes) -> None:
 
 #: Compiled code then reads the serialized number of a dtype (float32: 7) as the number that C++ has for
 #: another one (float64: 7).
-_CONFUSES_DTYPES = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+_CONFUSES_DTYPES = VERSION < (2, 13)
 
 
 def _hands_dtypes_over(file: Any) -> bool:

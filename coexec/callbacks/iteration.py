@@ -144,7 +144,10 @@ class Callbacks:
     def leave_region(self) -> None:
         """Ends the innermost region."""
         self._regions -= 1
-        handle_torch_function(left, ())
+        if self.mode is not None:
+            handle_torch_function(left, ())
+        elif self._entered:  # before PyTorch 2.13, an exception keeps its region until it is let go itself
+            self._leave()
 
     def _not_described(self, id_: str, what: str) -> None:
         """Something happens that no event shows, so nothing may be learned of this iteration."""

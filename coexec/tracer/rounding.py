@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from coexec._private import VERSION
 from coexec.callbacks.passes import given
 from coexec.tracegraph import calls
 from coexec.tracer.nodes import nodes_behind
 
 #: Nodes whose gradients are others, without the number at the end of their names.
-_ONCE = frozenset({"ProdBackward", "OrmqrBackward"})
+_ONCE = frozenset({"ProdBackward", "OrmqrBackward", *(["CumprodBackward"] if VERSION < (2, 12) else [])})
 
 #: Nodes the gradients of whose gradients are others.
 _TWICE = frozenset({"CumprodBackward", "LinalgDetBackward", "LinalgSlogdetBackward"})

@@ -17,12 +17,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import coexec
+from coexec._private import FRAMES_SAVE_INPUTS
 
 #: In the error of a compiled block whose input is not like the one that it was compiled for.
 MADE_FOR_SOMETHING_ELSE = "was made for something else"
+
+
+#: For tests in which checkpoints are co-executed.
+checkpoints = pytest.mark.skipif(not FRAMES_SAVE_INPUTS, reason="this PyTorch's checkpoints are left to it")
 
 
 class EagerTape(contextlib.nullcontext):

@@ -11,12 +11,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 from coexec._native import core
-from coexec._private import FRAMES_SAVE_INPUTS
-from tests.coexec.harness import coexecuted, compare, linear, train, weights
+from tests.coexec.harness import checkpoints, coexecuted, compare, linear, train, weights
 from tests.coexec.test_callbacks import WAYS, Exp, Swish
 
 pytestmark = pytest.mark.skipif(core is None, reason="the operations on random state are native")
-checkpoints = pytest.mark.skipif(not FRAMES_SAVE_INPUTS, reason="this PyTorch's checkpoints are left to it")
 
 
 class Block(nn.Module):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import coexec
 from bench.programs import PROGRAMS
 from coexec.tracer.recorder import Recorder
+from tests.coexec.harness import checkpoints
 from tests.coexec.test_programs import start_run
 
 WARM_UP, STEPS = 600, 2000
@@ -175,7 +176,7 @@ def checkpointed(x):
 
 @pytest.mark.parametrize(
     "function",
-    [torch.exp, Exp.apply, hooked, checkpointed],
+    [torch.exp, Exp.apply, hooked, pytest.param(checkpointed, marks=checkpoints)],
     ids=["plain", "with a custom function", "with a hook", "with a checkpoint"],
 )
 @pytest.mark.parametrize("way", ["traced", "on the graph", "asynchronous", "falls back", "raises", "dynamic"])
