@@ -33,11 +33,10 @@ from coexec.runners.graph_runner import GraphRunner, make_graph_runner
 from coexec.runners.native import NativeRunner
 from coexec.runners.pending import Pending
 from coexec.runners.skeleton import Skeleton, make_skeleton
-from coexec.tracegraph.generalize_calls import Looks
 from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.in_pieces import forms_of_backward, in_pieces
 from coexec.tracegraph.live import Way, live
-from coexec.tracegraph.merge import Indistinct, agree_on_hooks, merge
+from coexec.tracegraph.merge import Indistinct, MergeMemory, agree_on_hooks, merge
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.symbolic import SharedShadow
 from coexec.tracegraph.trace import Trace
@@ -138,7 +137,7 @@ class ProgramState:
     _graph_runner: GraphRunner | None = None
     _second_graph_runner: GraphRunner | None = None
     _table: Table | None = None
-    _looks: Looks = field(default_factory=Looks)
+    _merges: MergeMemory = field(default_factory=MergeMemory)
     _apart: int = 0
     _until_retry: int = 0
     _retry_after: int = field(default_factory=lambda: FIRST_RETRY)
@@ -226,11 +225,11 @@ class ProgramState:
         began = time.perf_counter()
         self.traces = [t for t in self.traces if agree_on_hooks(t, trace)]
         self.traces.append(in_pieces(trace) if self.in_pieces else trace)
-        merged = merge(self.traces, self._looks)
+        merged = merge(self.traces, self._merges)
         covered = merged.general or (before is not None and _shape(before) == _shape(merged))
         if not covered and not self.in_pieces and self._comes_on_many_ways(merged):
             apart = [in_pieces(t) for t in self.traces]
-            without, whole = (merge(traces, self._looks) for traces in (apart[:-1], apart))
+            without, whole = (merge(traces, self._merges) for traces in (apart[:-1], apart))
             if _recombines(without, whole, apart[-1]):
                 log.info("%s: iteration %d: backward passes are taken to pieces", self.key, self.iteration)
                 self.in_pieces, self.uncovered = True, 0
@@ -365,7 +364,7 @@ class ProgramState:
             self._go_dynamic(why)
 
     def _forget_traces(self) -> None:
-        self.traces, self._looks = [], Looks()
+        self.traces, self._merges = [], MergeMemory()
 
     def tries_tracing(self) -> bool:
         """Whether the next iteration of the dynamic phase is traced, to see if the graph covers it."""

@@ -14,14 +14,16 @@ each other is left to `coexec.tracegraph.own_sizes`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from coexec.tracegraph.derivation import external_of
+from coexec.tracegraph.expressions import Values
 from coexec.tracegraph.generalize import ENOUGH, Group, with_equal_small_numbers
 from coexec.tracegraph.lifting import alone
+from coexec.tracegraph.numbers import are_those
 from coexec.tracegraph.places import numbers_in
 from coexec.tracegraph.sizes import Symbol, value_range
 from coexec.tracegraph.tape import Passed
@@ -62,11 +64,34 @@ class _Look:
 
 
 class Looks:
-    """Events that have been looked at; those of earlier merges come again."""
+    """Events that have been looked at, and what has been made of them; those of earlier merges come again.
+
+    Attributes:
+        names: the number of each symbol.
+        groups: for each place and outline, what was found of the calls there when they were these.
+    """
 
     def __init__(self) -> None:
-        self._outlines: dict[Hashable, int] = {}
+        self.names: dict[Hashable, int] = {}
+        self.groups: dict[Hashable, tuple[list[Event], list[_Symbolic]]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._places: dict[int, tuple[Event, int, int]] = {}
         self._known: dict[int, tuple[Event, _Look]] = {}
+        self._scopes: dict[Hashable, object] = {}
+        self._symbolic: dict[int, tuple[Event, Event]] = {}
+        self._made: dict[int, tuple[Event, object, Event]] = {}
+
+    def place(self, trace: Trace, number: int) -> tuple[int, int]:
+        """Numbers for the place and for the sizes of a call."""
+        event = trace.events[number]
+        known = self._places.get(id(event))
+        if known is None or known[0] is not event:
+            place, sizes = self._number(_place(event, trace)), self._number(_sizes(event))
+            known = self._places[id(event)] = (event, place, sizes)
+        return known[1:]
+
+    def _number(self, thing: Hashable) -> int:
+        return self._numbers.setdefault(thing, len(self._numbers))
 
     def of(self, trace: Trace, number: int) -> _Look:
         """What an event of a trace looks like."""
@@ -75,6 +100,26 @@ class Looks:
         if known is None or known[0] is not event:
             known = self._known[id(event)] = (event, self._new(trace, number, event))
         return known[1]
+
+    def scope(self, where: Hashable, *, new: bool = False) -> object:
+        """In what the symbols of calls have their names, which earlier merges gave them, too."""
+        if new or where not in self._scopes:
+            self._scopes[where] = object()
+        return self._scopes[where]
+
+    def symbolic(self, event: Event, made: Event) -> Event:
+        """What has been made of an event with symbols: the very object of an earlier merge if it is equal."""
+        known = self._symbolic.get(id(event))
+        if known is None or known[0] is not event or known[1] != made:
+            known = self._symbolic[id(event)] = (event, made)
+        return known[1]
+
+    def in_place(self, event: Event, of: object, make: Callable[[], Event]) -> Event:
+        """What comes in the place of an event, which depends on it and on something else."""
+        known = self._made.get(id(event))
+        if known is None or known[0] is not event or not (known[1] is of or known[1] == of):
+            known = self._made[id(event)] = (event, of, make())
+        return known[2]
 
     def _new(self, trace: Trace, number: int, event: Event) -> _Look:
         outside = [external_of(trace, number, o.value) for o in event.outputs]
@@ -85,7 +130,7 @@ class Looks:
             tuple([(o.meta.offset, o.kept) for o in event.outputs]),
             tuple(starts),
         )
-        return _Look(self._outlines.setdefault(outline, len(self._outlines)), numbers)
+        return _Look(self._number(outline), numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,34 +144,52 @@ class _Call:
 
 def generalize_calls(traces: Sequence[Trace], looks: Looks) -> GeneralCalls:
     """Finds calls that differ in sizes only, and makes these symbolic."""
-    names: dict[Hashable, int] = {}
     events = [list(t.events) for t in traces]
     assignments: list[Assignments] = [{} for _ in traces]
     values: dict[int, list[int]] = defaultdict(list)
-    for calls in _alike(traces, looks):
-        for alike in _symbolic_calls(traces, calls, looks, names):
-            pieces = _symbolic_pieces(traces, alike, looks, names)
+    for place, calls in _alike(traces, looks):
+        for alike in _symbolic_calls(traces, place, calls, looks):
+            pieces = _symbolic_pieces(traces, alike, looks)
             for member, call in enumerate(alike.calls):
-                symbols = alike.symbols(member)
-                for number, value in symbols.items():
+                sizes = alike.symbols(member)
+                for number, value in sizes.items():
                     values[number].append(value)
-                events[call.trace][call.event] = _as_in(traces[call.trace], call.event, alike.made(member))
-                assignments[call.trace][call.event] = symbols
+                here, of_trace = events[call.trace], assignments[call.trace]
+                here[call.event] = _as_in(here[call.event], alike.made(member), looks)
+                of_trace[call.event] = sizes
                 for event in call.pieces:
                     piece = pieces.get((call.trace, event))
-                    made = _at(traces[call.trace], event, symbols)
-                    if piece is not None:
-                        made = _as_in(traces[call.trace], event, piece)
-                        assignments[call.trace][event] = symbols
-                    events[call.trace][event] = made
+                    if piece is None:
+                        here[event] = _at(here[event], sizes, looks)
+                    else:
+                        here[event] = _as_in(here[event], piece, looks)
+                        of_trace[event] = sizes
+    symbols = range(max(values, default=-1) + 1)  # some are only in earlier merges
     return GeneralCalls(
         tuple([replace(t, events=tuple(e)) for t, e in zip(traces, events, strict=True)]),
-        tuple([value_range(values[n]) if n in values else Symbol(0, -1) for n in range(len(names))]),
+        tuple([value_range(values[n]) if n in values else Symbol(0, -1) for n in symbols]),
         tuple(assignments),
     )
 
 
 # --- calls ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Symbolic:
+    """Calls with the same expressions.
+
+    Attributes:
+        chosen: their numbers among all that were looked at.
+        scope: in which their symbols have names.
+        symbols: the values of these in each of the calls.
+        events: the calls with symbolic sizes.
+    """
+
+    chosen: list[int]
+    scope: Hashable
+    symbols: dict[int, Values]
+    events: list[Event]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,27 +199,26 @@ class _Alike:
     Attributes:
         calls: all of them.
         of: for each of them, its number among those that were looked at.
-        group: these.
-        events: with symbolic sizes.
+        symbolic: these.
     """
 
     calls: list[_Call]
     of: list[int]
-    group: Group
-    events: list[Event]
+    symbolic: _Symbolic
 
     def symbols(self, member: int) -> dict[int, int]:
         """The values of the symbols in a call."""
-        return {number: values[self.of[member]] for number, values in self.group.symbols.items()}
+        return {number: values[self.of[member]] for number, values in self.symbolic.symbols.items()}
 
     def made(self, member: int) -> Event:
         """A call with symbolic sizes."""
-        return self.events[self.of[member]]
+        return self.symbolic.events[self.of[member]]
 
 
-def _alike(traces: Sequence[Trace], looks: Looks) -> list[list[_Call]]:
-    """Calls with equal outlines, if their sizes are not all the same."""
-    by_place: dict[Hashable, list[_Call]] = defaultdict(list)
+def _alike(traces: Sequence[Trace], looks: Looks) -> list[tuple[Hashable, list[_Call]]]:
+    """Calls with equal outlines, and their place, if their sizes are not all the same."""
+    by_place: dict[int, list[_Call]] = defaultdict(list)
+    sizes: dict[int, set[int]] = defaultdict(set)
     for number, trace in enumerate(traces):
         calls: dict[int, _Call] = {}
         for index, event in enumerate(trace.events):
@@ -164,13 +226,15 @@ def _alike(traces: Sequence[Trace], looks: Looks) -> list[list[_Call]]:
                 calls[event.piece.of].pieces.append(index)
             else:
                 calls[index] = _Call(number, index, [])
-                by_place[_place(event, trace)].append(calls[index])
+                place, its_sizes = looks.place(trace, index)
+                by_place[place].append(calls[index])
+                sizes[place].add(its_sizes)
     groups: dict[Hashable, list[_Call]] = defaultdict(list)
     for place, calls_there in by_place.items():
-        if len(calls_there) >= ENOUGH and _vary(traces[c.trace].events[c.event] for c in calls_there):
+        if len(calls_there) >= ENOUGH and len(sizes[place]) > 1:
             for call in calls_there:
                 groups[place, looks.of(traces[call.trace], call.event).outline].append(call)
-    return [g for g in groups.values() if len(g) >= ENOUGH]
+    return [(where, calls) for where, calls in groups.items() if len(calls) >= ENOUGH]
 
 
 def _place(event: Event, trace: Trace) -> Hashable:
@@ -180,35 +244,51 @@ def _place(event: Event, trace: Trace) -> Hashable:
     return event.function, event.location, event.kind, len(event.operations), own
 
 
-def _vary(events: Iterable[Event]) -> bool:
-    def sizes(event: Event) -> object:
-        numbers = [n for n in event.numbers if n.__class__ is int]
-        return event.key[2], numbers, [o.meta for o in event.outputs]  # type: ignore[index]  # of the recorder
-
-    first, *others = events
-    of_first = sizes(first)
-    return any(sizes(e) != of_first for e in others)
+def _sizes(event: Event) -> Hashable:
+    numbers = tuple([n for n in event.numbers if n.__class__ is int])
+    return event.key[2], numbers, tuple([o.meta for o in event.outputs])  # type: ignore[index]  # of the recorder
 
 
 def _symbolic_calls(
-    traces: Sequence[Trace], calls: list[_Call], looks: Looks, names: dict[Hashable, int]
+    traces: Sequence[Trace], place: Hashable, calls: list[_Call], looks: Looks
 ) -> Iterator[_Alike]:
     """Calls that have the same expressions; each group has symbols of its own."""
     different: dict[Hashable, list[int]] = defaultdict(list)
     for member, call in enumerate(calls):
         different[looks.of(traces[call.trace], call.event).numbers].append(member)
     members = list(different.values())
-    looked_at = [_alone(traces[calls[m[0]].trace], calls[m[0]].event) for m in members]
-    waiting = [list(range(len(members)))]
+    looked_at = [calls[m[0]] for m in members]
+    events = [traces[c.trace].events[c.event] for c in looked_at]
+    known = looks.groups.get(place)
+    if known is None or len(known[0]) != len(events) or not are_those(known[0], events):
+        alone = [_alone(traces[c.trace], c.event) for c in looked_at]
+        known = looks.groups[place] = events, list(_groups(alone, events, place, looks))
+    for symbolic in known[1]:
+        of = [(calls[m], position) for position, i in enumerate(symbolic.chosen) for m in members[i]]
+        yield _Alike([c for c, _ in of], [p for _, p in of], symbolic)
+
+
+def _groups(
+    alone: Sequence[Trace], events: Sequence[Event], place: Hashable, looks: Looks
+) -> Iterator[_Symbolic]:
+    """Parts of some calls that have the same expressions."""
+    waiting = [list(range(len(alone)))]
+    number = 0
     while waiting:
         chosen = waiting.pop()
-        group = Group([looked_at[i] for i in chosen], names, scope=object())
+        traces, where = [alone[i] for i in chosen], (place, number)
+        group = Group(traces, looks.names, looks.scope(where))
         made = group.symbolic()
         if made is None:
-            waiting += with_equal_small_numbers(looked_at, chosen)
+            waiting += with_equal_small_numbers(alone, chosen)
             continue
-        of = [(calls[m], position) for position, i in enumerate(chosen) for m in members[i]]
-        yield _Alike([c for c, _ in of], [p for _, p in of], group, [t.events[0] for t in made])
+        if list(group.symbols) != sorted(group.symbols):  # one of them was none in earlier merges
+            group = Group(traces, looks.names, looks.scope(where, new=True))
+            made = group.symbolic()
+            assert made is not None
+        of_calls = [looks.symbolic(events[i], t.events[0]) for i, t in zip(chosen, made, strict=True)]
+        yield _Symbolic(chosen, group.scope, group.symbols, of_calls)
+        number += 1
 
 
 def _alone(trace: Trace, number: int) -> Trace:
@@ -235,30 +315,28 @@ def _of_events(trace: Trace, numbers: Sequence[int], events: Sequence[Event]) ->
     return Trace(tuple(made), tuple(externals))
 
 
-def _as_in(trace: Trace, number: int, made: Event) -> Event:
+def _as_in(event: Event, made: Event, looks: Looks) -> Event:
     """An event of a trace with the symbolic sizes of one that looks like it."""
-    event = trace.events[number]
-    outputs = [
-        replace(new, kept=own.kept, uid=own.uid) for new, own in zip(made.outputs, event.outputs, strict=True)
-    ]
-    return replace(
-        made, inputs=event.inputs, sources=event.sources, piece=event.piece, outputs=tuple(outputs)
-    )
+
+    def make() -> Event:
+        both = zip(made.outputs, event.outputs, strict=True)
+        outputs = tuple([replace(new, kept=own.kept, uid=own.uid) for new, own in both])
+        return replace(made, inputs=event.inputs, sources=event.sources, piece=event.piece, outputs=outputs)
+
+    return looks.in_place(event, made, make)
 
 
 # --- pieces ---
 
 
-def _at(trace: Trace, number: int, symbols: Mapping[int, int]) -> Event:
+def _at(event: Event, symbols: Mapping[int, int], looks: Looks) -> Event:
     """A piece with the sizes of a trace, for calls that have these."""
-    event = trace.events[number]
-    assert isinstance(event.piece, Passed)
-    return replace(event, piece=replace(event.piece, at=tuple(sorted(symbols.items()))))
+    at, piece = tuple(sorted(symbols.items())), event.piece
+    assert isinstance(piece, Passed)
+    return looks.in_place(event, at, lambda: replace(event, piece=replace(piece, at=at)))
 
 
-def _symbolic_pieces(
-    traces: Sequence[Trace], alike: _Alike, looks: Looks, names: dict[Hashable, int]
-) -> dict[tuple[int, int], Event]:
+def _symbolic_pieces(traces: Sequence[Trace], alike: _Alike, looks: Looks) -> dict[tuple[int, int], Event]:
     """By trace and event the pieces of symbolic calls, in the symbols of the calls.
 
     A piece is looked at together with its call. If there are enough of one kind, the call gets the very
@@ -279,14 +357,16 @@ def _symbolic_pieces(
         waiting = [list(range(len(same)))]
         while waiting:
             chosen = waiting.pop()
-            together = Group([pairs[i] for i in chosen], names, alike.group.scope)
+            together = Group([pairs[i] for i in chosen], looks.names, alike.symbolic.scope)
             symbolic = together.symbolic()
-            if symbolic is None or not together.symbols.keys() <= alike.group.symbols.keys():
+            if symbolic is None or not together.symbols.keys() <= alike.symbolic.symbols.keys():
                 waiting += with_equal_small_numbers(pairs, chosen)
                 continue
             for i, pair in zip(chosen, symbolic, strict=True):
-                if _is_same(pair.events[0], alike.made(same[i][0][0])):
-                    found |= {(alike.calls[m].trace, event): pair.events[1] for m, event in same[i]}
+                member, event = same[i][0]
+                if _is_same(pair.events[0], alike.made(member)):
+                    piece = looks.symbolic(traces[alike.calls[member].trace].events[event], pair.events[1])
+                    found |= {(alike.calls[m].trace, event): piece for m, event in same[i]}
     return found
 
 

@@ -168,7 +168,7 @@ class _Sizes:
         own = [{s: substituted(size, renumber) for s, size in o.items()} for o in self.own]
         return replace(
             self.graph,
-            nodes=tuple([_substituted(n, o) if o else n for n, o in zip(self.graph.nodes, own, strict=True)]),
+            nodes=tuple([_with_own(n, o) for n, o in zip(self.graph.nodes, own, strict=True)]),
             symbols=tuple([self.graph.symbols[places[old][1]] for old in used]),
             seen=self._seen(own, [{new[i]: v for i, v in of.items() if i in new} for of in self.in_traces]),
         )
@@ -263,6 +263,14 @@ def _sizes(meta: TensorMeta, what: str) -> tuple[Size | int, ...]:
 def _size(key: Any, argument: int, place: _Shown) -> Size | int | None:
     """The same size of an argument of another node; None if that is no argument which Python passed."""
     return _sizes(key[2][argument], place.what)[place.dimension] if argument < len(key[2]) else None
+
+
+def _with_own(node: Node, sizes: Mapping[int, Size | int]) -> Node:
+    """A node with its sizes, and without the symbols that all nodes of its kind have."""
+    if isinstance(node.piece, Passed):
+        at = tuple([(place, value) for place, (_, value) in enumerate(node.piece.at)])
+        node = replace(node, piece=replace(node.piece, at=at))
+    return _substituted(node, sizes) if sizes else node
 
 
 def _substituted(node: Node, sizes: Mapping[int, Size | int]) -> Node:

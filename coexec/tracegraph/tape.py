@@ -92,7 +92,8 @@ class Passed:
         saved: the arguments of `of` that are read.
         memory: for each output, the position of the argument whose memory it is on; `OWN` and below for
             memory that is made here; None for any other.
-        at: symbols in the sizes of `of`, and the only values at which this is known to be right.
+        at: symbols in the sizes of `of`, and the only values at which this is known to be right; in a graph
+            each has its place among these symbols, for a number.
     """
 
     of: int

@@ -9,6 +9,8 @@ import coexec
 from coexec import block_watch, tape
 from coexec.runners.graph_runner import make_graph_runner
 from coexec.runners.interpreter import InterpretedRunner
+from coexec.tracegraph.builder import Builder
+from coexec.tracegraph.merge import Indistinct, merge
 from tests.coexec import stepped
 from tests.coexec.harness import compare
 
@@ -66,6 +68,45 @@ def patient(monkeypatch):
 def in_pieces_always(monkeypatch):
     """Backward passes are in pieces from the first trace on."""
     monkeypatch.setattr("coexec.program_state.ALWAYS_IN_PIECES", True)
+
+
+class Merges:
+    """Merges as programs do, and compares each graph with that of a merge without a memory.
+
+    Attributes:
+        added: for each merge how many traces there were, and how many of them were added to a graph.
+    """
+
+    def __init__(self):
+        self.added = []
+
+    def merge(self, traces, memory, **options):
+        added, add = [], Builder.add
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Builder, "add", lambda builder, trace: (added.append(trace), add(builder, trace)))
+            graph = self._merged(traces, memory, **options)
+        self.added.append((len(traces), len(added)))
+        anew = self._merged(traces, **options)
+        assert graph == anew
+        if graph is None:
+            raise Indistinct
+        assert list(graph.edges.items()) == list(anew.edges.items())  # in this order they are looked at
+        return graph
+
+    @staticmethod
+    def _merged(*arguments, **options):
+        try:
+            return merge(*arguments, **options)
+        except Indistinct:
+            return None
+
+
+@pytest.fixture
+def merges(monkeypatch):
+    """Compares each merge of a program with a merge of all its traces."""
+    checked = Merges()
+    monkeypatch.setattr("coexec.program_state.merge", checked.merge)
+    return checked
 
 
 @pytest.fixture

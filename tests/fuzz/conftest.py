@@ -1,4 +1,4 @@
-from tests.coexec.conftest import _fresh, in_pieces_always, use_runner  # noqa: F401  the same fixtures
+from tests.coexec.conftest import _fresh, in_pieces_always, merges, use_runner  # noqa: F401  the same fixtures
 from tests.fuzz.check import tally
 
 
