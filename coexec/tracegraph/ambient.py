@@ -18,9 +18,19 @@ from coexec._private import kernel_choices, transform_depth
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
+_TINIEST = 5e-324  # what becomes of it under an operation is asked of the processor
+
+
 def float_control() -> int:
     """How this thread rounds, and whether it flushes denormal numbers."""
-    return 0 if core is None else int(core.float_control())
+    return int(_TINIEST * 1.0 == 0.0) if core is None else int(core.float_control())
+
+
+def _set_float_control(control: int) -> None:
+    if core is None:
+        torch.set_flush_denormal(bool(control))
+    else:
+        core.set_float_control(control)
 
 
 def ambient(own_modes: int = 0) -> Hashable:
@@ -55,8 +65,8 @@ def restored(state: Hashable) -> Iterator[None]:
     grad, inference, autocast, dtype, *_, rounding = made_by_ambient
     with contextlib.ExitStack() as stack:
         if rounding != float_control():
-            stack.callback(core.set_float_control, float_control())
-            core.set_float_control(rounding)
+            stack.callback(_set_float_control, float_control())
+            _set_float_control(rounding)
         if inference != torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(inference))
         if grad != torch.is_grad_enabled():

@@ -21,14 +21,21 @@ import pytest
 import torch
 
 import coexec
+from coexec._native import core
 from coexec._private import FRAMES_SAVE_INPUTS
 
 #: In the error of a compiled block whose input is not like the one that it was compiled for.
 MADE_FOR_SOMETHING_ELSE = "was made for something else"
 
 
+#: For tests of what only the native core does.
+native = pytest.mark.skipif(core is None, reason="the native core is not built")
+
 #: For tests in which checkpoints are co-executed.
-checkpoints = pytest.mark.skipif(not FRAMES_SAVE_INPUTS, reason="this PyTorch's checkpoints are left to it")
+checkpoints = pytest.mark.skipif(
+    core is None or not FRAMES_SAVE_INPUTS,
+    reason="the native core is not built, or this PyTorch's checkpoints are left to it",
+)
 
 
 class EagerTape(contextlib.nullcontext):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from coexec._native import core
-from tests.coexec.harness import coexecuted, compare, linear, nothing, train, weights
+from tests.coexec.harness import coexecuted, compare, linear, native, nothing, train, weights
 
 SAME = (
     "after a call that returns the same memory, two nodes differ only in what they read: the first is taken"
@@ -198,6 +198,7 @@ def test_dropping_and_keeping_take_turns(compared):
     assert coexecuted(compared(nothing, step, 12), 6)
 
 
+@native
 def test_more_paths_than_are_worth_it_are_run_call_by_call():
     def step(s, k, tape):
         x = torch.randn(3)

@@ -11,7 +11,7 @@ import torch
 
 import coexec
 from coexec.reasons import REASONS, cause
-from tests.coexec.harness import compare, linear, nothing, train
+from tests.coexec.harness import compare, linear, native, nothing, train
 
 
 def test_the_public_names():
@@ -146,6 +146,7 @@ def test_reset_forgets_programs():
     assert coexec.explain().programs == ()
 
 
+@native
 def test_a_program_that_cannot_be_traced_runs_call_by_call_with_a_reason():
     def untraceable(s, k, tape):
         with tape():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import coexec
-from tests.coexec.harness import coexecuted, compare, eager_tape, linear, train, weights
+from tests.coexec.harness import coexecuted, compare, eager_tape, linear, native, train, weights
 
 
 @dataclass
@@ -256,6 +256,7 @@ def test_a_view_that_cannot_be_used_any_more_is_not_looked_at():
     assert report.fallbacks, report.summary()
 
 
+@native
 def test_a_fallback_that_teaches_the_graph_nothing_is_not_forgiven():
     """The values of the lengths decide about a size inside of the loss, which no trace tells."""
 

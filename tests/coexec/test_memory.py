@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import coexec
 from bench.programs import PROGRAMS
 from coexec.tracer.recorder import Recorder
-from tests.coexec.harness import checkpoints
+from tests.coexec.harness import checkpoints, native
 from tests.coexec.test_programs import start_run
 
 WARM_UP, STEPS = 600, 2000
@@ -110,6 +110,7 @@ def test_no_frame_and_no_tensor_of_an_iteration_is_kept(mode, request):
     assert not [f for f in frames if f.f_code is step.__code__]
 
 
+@native
 @pytest.mark.parametrize("every", [1000, 6], ids=["on the graph", "with fallbacks"])
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_no_result_waits_for_the_garbage_collector(synchronous, every):

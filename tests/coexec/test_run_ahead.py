@@ -16,7 +16,7 @@ import coexec
 from coexec._native import core
 from coexec.executors import inductor
 from coexec.runners.python_runner import PythonRunner
-from tests.coexec.harness import Twice, coexecuted, compare, eager_tape, run, train
+from tests.coexec.harness import Twice, coexecuted, compare, eager_tape, native, run, train
 from tests.coexec.uncompiled import function_of, use_graphs
 
 SLOW = torch.randn(900, 900) / 900
@@ -57,6 +57,7 @@ def network(optimizer=torch.optim.SGD, **options):
     return make
 
 
+@native
 @pytest.mark.parametrize("zeroed", ["first", "last", "before the block", "to zeros"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_training_equals_eager(ahead, optimizer, zeroed):
@@ -80,6 +81,7 @@ def test_training_equals_eager(ahead, optimizer, zeroed):
     assert zeroed == "before the block" or sum(ahead) >= 6
 
 
+@native
 def test_gradients_are_added_up_over_iterations(ahead):
     def step(s, k, tape):
         x = torch.randn(5, 4)
@@ -94,6 +96,7 @@ def test_gradients_are_added_up_over_iterations(ahead):
     assert sum(ahead) >= 5
 
 
+@native
 def test_a_state_that_goes_from_iteration_to_iteration(ahead):
     def make():
         return SimpleNamespace(cell=nn.GRUCell(3, 4), hidden=torch.zeros(2, 4), losses=[])
@@ -116,6 +119,7 @@ def test_a_state_that_goes_from_iteration_to_iteration(ahead):
     assert sum(ahead) >= 5
 
 
+@native
 def test_a_gradient_of_the_iteration_before_that_is_kept_and_looked_at(ahead):
     def step(s, k, tape):
         x = torch.randn(5, 4)
@@ -130,6 +134,7 @@ def test_a_gradient_of_the_iteration_before_that_is_kept_and_looked_at(ahead):
     assert sum(ahead) >= 5
 
 
+@native
 def test_a_path_that_is_new_while_the_iteration_before_is_unfinished(ahead):
     def step(s, k, tape):
         x = torch.randn(5, 4)
@@ -144,6 +149,7 @@ def test_a_path_that_is_new_while_the_iteration_before_is_unfinished(ahead):
     assert sum(ahead) >= 5
 
 
+@native
 @pytest.mark.parametrize("where", ["in the block", "at its end"])
 def test_what_fails_in_the_iteration_before_is_raised_in_the_next_one(ahead, where):
     def make():
@@ -175,6 +181,7 @@ def test_what_fails_in_the_iteration_before_is_raised_in_the_next_one(ahead, whe
     assert any(ahead)
 
 
+@native
 def test_an_exception_that_leaves_a_block_ahead(ahead):
     def step(s, k, tape):
         x = torch.randn(5, 4)
@@ -191,6 +198,7 @@ def test_an_exception_that_leaves_a_block_ahead(ahead):
     assert sum(ahead) >= 5
 
 
+@native
 def test_explain_in_a_block_ahead_waits(ahead):
     def step(s, k, tape):
         x = torch.randn(5, 4)
@@ -204,6 +212,7 @@ def test_explain_in_a_block_ahead_waits(ahead):
     assert sum(ahead) >= 5
 
 
+@native
 def test_hooks_parameters_and_functions_that_keep_a_tensor_wait(ahead):
     def step(s, k, tape):
         x = torch.randn(5, 4)
@@ -218,6 +227,7 @@ def test_hooks_parameters_and_functions_that_keep_a_tensor_wait(ahead):
     assert sum(ahead) >= 5
 
 
+@native
 def test_an_interrupt_while_the_iteration_before_is_waited_for(ahead, monkeypatch):
     original = PythonRunner.complete
     interrupts = iter([False] * 4 + [True])
@@ -242,6 +252,7 @@ def test_an_interrupt_while_the_iteration_before_is_waited_for(ahead, monkeypatc
     assert sum(ahead) >= 5
 
 
+@native
 def test_python_code_of_a_block_meets_tensors_that_are_pending(monkeypatch):
     """Its use of them waits for nobody: the thread that it runs on is the one to wait for."""
     use_graphs(monkeypatch.setattr)

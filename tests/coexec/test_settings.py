@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from coexec.dynamic.runner import DynamicRunner
-from tests.coexec.harness import coexecuted, compare, nothing
+from tests.coexec.harness import coexecuted, compare, native, nothing
 
 LAYER = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": 0.0, "batch_first": True}
 PADDED = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]], dtype=torch.bool)
@@ -133,6 +133,7 @@ def test_a_precision_of_one_backend_may_change_whenever_the_program_likes(backen
         backend.fp32_precision = before
 
 
+@native
 def test_the_call_by_call_phase_looks_at_these_settings_too(denormals, monkeypatch):
     entered = []
     enter = DynamicRunner.__enter__
