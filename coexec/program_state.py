@@ -34,6 +34,7 @@ from coexec.runners.native import NativeRunner
 from coexec.runners.pending import Pending
 from coexec.runners.skeleton import Skeleton, make_skeleton
 from coexec.tracegraph.graph import TraceGraph
+from coexec.tracegraph.growth import covered, differ, only_generalised, recombines
 from coexec.tracegraph.in_pieces import forms_of_backward, in_pieces
 from coexec.tracegraph.live import Way, live
 from coexec.tracegraph.merge import Indistinct, MergeMemory, agree_on_hooks, merge
@@ -64,9 +65,8 @@ RETRY_COST = 50
 NARROW_AFTER, MAX_WAYS = 40, 8
 #: Iterations that a graph serves before it is compiled, at most: one for each fallback but the first.
 SETTLED_AFTER = 8
-#: Forms of one backward pass before its pieces become events of their own, if these are not new each time:
-#: one of how many events of a trace may be.
-MAX_FORMS, ONE_NEW_IN = 2, 5
+#: Forms of one backward pass before its pieces become events of their own, if these are not new each time.
+MAX_FORMS = 2
 #: Traces behind which sizes are symbols if whole traces differ in nothing else.
 SIZES_KNOWN = 3
 #: Fallbacks in a row that are no sign against a graph, if the traces add so little to it.
@@ -106,8 +106,8 @@ class ProgramState:
     phase: Phase = Phase.TRACING
     identities: Identities = field(default_factory=Identities)
     updates: Updates = field(default_factory=Updates)
-    pace: Pace = field(default_factory=Pace)  # call by call, or eagerly
-    start: Pace = field(default_factory=lambda: Pace((Choice.USUAL,)))  # with a graph
+    call_by_call: Pace = field(default_factory=Pace)  # or eagerly
+    on_graph: Pace = field(default_factory=lambda: Pace((Choice.USUAL,)))  # in which way
     narrows: bool = False  # whether the next iteration may have a smaller graph
     settles: bool = False  # whether the graph has served long enough to be compiled
     traces: list[Trace] = field(default_factory=list)
@@ -200,7 +200,7 @@ class ProgramState:
             verify_trace(trace)
         self._holds_memory = True
         try:
-            covered = self._merge(trace)
+            is_covered = self._merge(trace)
         except Indistinct:
             self.give_up(cause("CX0116", "the same calls do different things in two traces", self.key))
             return
@@ -210,8 +210,8 @@ class ProgramState:
         )  # updates are other events from here on, so that earlier traces cover less
         self._apart = apart
         converges = self.in_pieces and self._recombines
-        self.uncovered = 0 if covered or anew else self.uncovered + (not converges)
-        if covered:
+        self.uncovered = 0 if is_covered or anew else self.uncovered + (not converges)
+        if is_covered:
             self._enter_coexecution()
         elif len(self.traces) >= self.options.max_traces and not fell_back:
             self.give_up(cause("CX0116", f"{len(self.traces)} traces", self.key))
@@ -226,21 +226,21 @@ class ProgramState:
         self.traces = [t for t in self.traces if agree_on_hooks(t, trace)]
         self.traces.append(in_pieces(trace) if self.in_pieces else trace)
         merged = merge(self.traces, self._merges)
-        covered = merged.general or (before is not None and _shape(before) == _shape(merged))
-        if not covered and not self.in_pieces and self._comes_on_many_ways(merged):
+        is_covered = covered(before, merged)
+        if not is_covered and not self.in_pieces and self._comes_on_many_ways(merged):
             apart = [in_pieces(t) for t in self.traces]
             without, whole = (merge(traces, self._merges) for traces in (apart[:-1], apart))
-            if _recombines(without, whole, apart[-1]):
+            if recombines(without, whole, apart[-1]):
                 log.info("%s: iteration %d: backward passes are taken to pieces", self.key, self.iteration)
                 self.in_pieces, self.uncovered = True, 0
                 self.traces, before, merged = apart, without, whole
-                covered = _shape(before) == _shape(merged)
-        self._recombines = before is not None and _recombines(before, merged, self.traces[-1])
+                is_covered = covered(before, merged)
+        self._recombines = before is not None and recombines(before, merged, self.traces[-1])
         self._merge_s, self._dynamic_s = time.perf_counter() - began, 0.0
         if self.options.check:
             verify_graph(merged)
         self._take_graph(merged)
-        return covered
+        return is_covered
 
     def _comes_on_many_ways(self, graph: TraceGraph) -> bool:
         """Whether a backward pass does; where sizes are what differs, they may become symbols first."""
@@ -266,9 +266,9 @@ class ProgramState:
             before, narrowed = self.graph, self._narrowed and not self.compiling
             self._returns = self._returns or narrowed
             self.traced(trace, None, fell_back=True)
-            learned = before is not None and self.graph is not None and _only_generalised(before, self.graph)
+            learned = before is not None and self.graph is not None and only_generalised(before, self.graph)
             self._in_row += 1
-            recurs = why.reason.id == "CX0005" and not _differ(before, self.graph)
+            recurs = why.reason.id == "CX0005" and not differ(before, self.graph)
             composes = self._recombines and self._in_row <= MAX_IN_ROW and not recurs
             forgiven = learned or narrowed or composes
         if self.phase in (Phase.DYNAMIC, Phase.EAGER):
@@ -388,15 +388,15 @@ class ProgramState:
     def _ran_without_a_graph(self, seconds: float, way: Choice) -> None:
         self._dynamic_s += seconds
         self._until_retry -= 1
-        if self.pace.took(seconds, way) and self.pace.fastest is Choice.EAGER:
+        if self.call_by_call.took(seconds, way) and self.call_by_call.fastest is Choice.EAGER:
             self.note(cause("CX0120", "call by call, as measured by turns", self.key))
 
     def ran_on_the_graph(self, seconds: float, way: Choice) -> None:
         """Takes in an iteration of the co-execution phase where there is a choice of ways."""
-        if not self.start.took(seconds, way):
+        if not self.on_graph.took(seconds, way):
             return
-        log.info("%s: iteration %d: %s", self.key, self.iteration, _NEWS[self.start.fastest])
-        if self.start.fastest is Choice.EAGER:
+        log.info("%s: iteration %d: %s", self.key, self.iteration, _NEWS[self.on_graph.fastest])
+        if self.on_graph.fastest is Choice.EAGER:
             self.note(cause("CX0120", "on the graph, as measured by turns", self.key))
 
     def entered(self) -> Choice:
@@ -409,7 +409,7 @@ class ProgramState:
         if self._entered is not None:
             began, way = self._entered
             self.ran_on_the_graph(now - began, way)
-        way = self.start.next()
+        way = self.on_graph.next()
         self._entered = now, way
         return way
 
@@ -504,8 +504,8 @@ class ProgramState:
         exact = self.options.executor == "aten"
         eager = (Choice.EAGER,) if exact and self.options.eager_if_faster else ()
         ways = (Choice.USUAL, *late, *eager)
-        if ways != self.start.ways or not exact:
-            self.start = Pace(ways)
+        if ways != self.on_graph.ways or not exact:
+            self.on_graph = Pace(ways)
 
     def _make_program(self, graph: TraceGraph) -> tuple[Program, str | None]:
         """The program of a graph; for the time being `aten`'s, if blocks are compiled later."""
@@ -550,37 +550,3 @@ class ProgramState:
             return
         log.info("%s: %d blocks compiled in %.1f s", self.key, compilation.blocks, seconds)
         self._enter_coexecution()
-
-
-def _recombines(before: TraceGraph, after: TraceGraph, trace: Trace) -> bool:
-    """Whether a trace is made of events that other traces had: soon the graph will have all of them."""
-    return (len(after.nodes) - len(before.nodes)) * ONE_NEW_IN <= len(trace.events)
-
-
-def _only_generalised(before: TraceGraph, after: TraceGraph) -> bool:
-    """Whether a trace brought no event that was new.
-
-    Its events came in another order, or numbers vary that never did before. There are finitely many of them,
-    so they are no sign that the program has no graph. (Sizes that data decides about are often such a sign.)
-    """
-    events, events_now = (
-        Counter((n.location, len(n.alternatives)) for n in g.nodes) for g in (before, after)
-    )
-    ways, ways_now = (sum(map(len, g.edges.values())) for g in (before, after))
-    same_sizes = before.symbols == after.symbols
-    return events == events_now and (ways < ways_now or (same_sizes and _shape(before) != _shape(after)))
-
-
-def _differ(before: TraceGraph | None, after: TraceGraph | None) -> bool:
-    """Whether a trace changed what a graph computes; where it did not, the graph fails again on it."""
-    if before is None or after is None:
-        return True
-    return before.symbols != after.symbols or _shape(before) != _shape(after)
-
-
-def _shape(graph: TraceGraph) -> object:
-    """What has to stay the same for a trace to count as covered."""
-    nodes = tuple(
-        (n.name, n.numbers, len(n.alternatives), tuple(o.kept for o in n.outputs)) for n in graph.nodes
-    )
-    return nodes, dict(graph.edges)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import coexec
-from coexec import _private_inductor, tape
+from coexec import _private_inductor, sessions
 from coexec._native import core
 from coexec.executors import inductor, job
 from tests.coexec.harness import eager_tape
@@ -81,7 +81,7 @@ def test_a_thread_that_waits_computes_a_part(native, in_each_block):
 
 def test_where_nobody_waits_one_thread_computes_all_parts_in_order(native, in_each_block, monkeypatch):
     # The GraphRunner may start when Python waits, otherwise.
-    monkeypatch.setattr(tape, "_is_timed", lambda: False)
+    monkeypatch.setattr(sessions, "_is_timed", lambda: False)
     computed, over = [], threading.Event()
 
     def block():
