@@ -16,6 +16,7 @@ from coexec.errors import TapeError
 from coexec.programs import all_states
 from coexec.runners import random_state
 from coexec.runners.graph_runner import make_graph_runner
+from coexec.tracegraph.copies import copied
 from coexec.tracegraph.program import Feed, Jump, Program, Switch, When
 from coexec.tracegraph.sizes import value_of
 from coexec.tracegraph.trace import TensorMeta
@@ -42,7 +43,7 @@ class Replay:
         self._messages = list(_messages(self._skeleton.program, self._symbols.get))
         tensors = [captured[i] for i in self._skeleton.program.captured]
         with torch.no_grad():
-            self._captured = [t.detach().clone() for t in tensors if t is not None]
+            self._captured = [copied(t) for t in tensors if t is not None]
 
     def start(self) -> None:
         """Begins one execution, with everything that Python would send, and returns at once."""

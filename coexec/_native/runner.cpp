@@ -6,6 +6,7 @@
 #include "float_control.h"
 #include "kept_memory.h"
 #include "kernel_threads.h"
+#include "layout.h"
 #include "waiting.h"
 
 #include <ATen/Context.h>
@@ -383,8 +384,7 @@ void Runner::execute() {
       case Opcode::Fetch: {
         const c10::IValue& value = registers_[instruction.ins[0]];
         if (instruction.copy && value.isTensor()) {
-          c10::impl::ExcludeDispatchKeyGuard guard(kAutogradAndViews);
-          publish(instruction.slot, value.toTensor().clone());
+          publish(instruction.slot, copied(value.toTensor()));
         } else {
           publish(instruction.slot, value);
         }
@@ -502,15 +502,6 @@ void Runner::call(const Instruction& instruction) {
 
 namespace {
 
-// A tensor of the same geometry, overlaps included, on memory of its own.
-at::Tensor copy_of(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
-  int64_t span = 1;
-  for (int64_t d = 0; d < tensor.dim(); ++d) span += (tensor.size(d) - 1) * tensor.stride(d);
-  at::Tensor memory = tensor.as_strided({span}, {1}, tensor.storage_offset()).clone();
-  return memory.as_strided(tensor.sizes(), tensor.strides(), 0);
-}
-
 // Whether strides are these where they say where an element is.
 bool has_strides(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
   if (tensor.numel() == 0) return true;
@@ -563,7 +554,7 @@ void Runner::compiled(const Instruction& instruction) {
     TORCH_CHECK(is_typed, "a compiled block gave a value of type ",
                 outputs[i].scalar_type(), ", and traces had another one");
     // A compiler may return an input for what adds nothing to it, and the program may write that input later on.
-    if (given.count(outputs[i].storage().unsafeGetStorageImpl())) outputs[i] = copy_of(outputs[i]);
+    if (given.count(outputs[i].storage().unsafeGetStorageImpl())) outputs[i] = copied(outputs[i]);
     TORCH_CHECK(!instruction.strides[i] || has_strides(outputs[i], *instruction.strides[i]),
                 "a compiled block gave strides ", outputs[i].strides(), ", and traces had others");
     if (instruction.strides[i] && outputs[i].strides() != at::IntArrayRef(*instruction.strides[i])) {

@@ -2,10 +2,9 @@
 
 #include "ambient.h"
 #include "calls.h"
-#include "dispatch_keys.h"
+#include "layout.h"
 #include "queue.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -21,10 +20,6 @@ namespace py = pybind11;
 
 namespace coexec {
 namespace {
-
-const c10::DispatchKeySet kNotForCopies =
-    kAutogradAndViews | c10::DispatchKeySet(c10::DispatchKey::Python) |
-    c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
 
 // Memory, by what first held it in this stretch of calls: a storage of the program, or a value.
 using Root = const void*;
@@ -61,16 +56,6 @@ struct Sent {
   std::vector<Operand> operands;
   std::vector<std::shared_ptr<Value>> values;
 };
-
-at::Tensor copied(const at::Tensor& tensor) {
-  c10::impl::ExcludeDispatchKeyGuard guard(kNotForCopies);
-  at::Tensor made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::No) return made.copy_(tensor);
-  // An expanded one, which cannot be written: all the memory that it spans.
-  int64_t span = made.storage().nbytes() / made.itemsize();
-  made.as_strided({span}, {1}, 0).copy_(tensor.as_strided({span}, {1}, tensor.storage_offset()));
-  return made;
-}
 
 void mix(uint64_t& hash, uint64_t value) { hash = (hash ^ value) * 0x9e3779b97f4a7c15ull + (hash >> 29); }
 

@@ -4,6 +4,7 @@
 #include "float_control.h"
 #include "calls.h"
 #include "entry.h"
+#include "layout.h"
 #include "location.h"
 #include "meta.h"
 #include "pointer_map.h"
@@ -706,7 +707,7 @@ class Walker : public Answering {
     for (const FeedPlan& feed : alternative.feeds) {
       at::Tensor tensor = THPVariable_Unpack(arguments_.tensors[feed.argument]);
       if (!feed.itself && exclusive_ && tensor.storage().use_count() > 1) {
-        tensor = tensor.detach().clone();
+        tensor = copied(tensor);
       }
       if (feed.late) {
         late_.attr("append")(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
@@ -950,6 +951,7 @@ void bind_walker(py::module_& m) {
     return held(symbols, Slot(cls, "tensor"), Slot(cls, "binding"));
   });
   m.def("have_own_memory", &have_own_memory);
+  m.def("copied", &copied, "A copy with the very strides of a tensor.");
   m.def("are_counters", &are_counters);
   m.def("alias_of", &alias_of);
   m.def("announce_gradients", &announce_gradients);

@@ -24,6 +24,7 @@ from coexec.runners.python_runner import PythonRunner
 from coexec.runners.records import EventRecord, FlagRecord, GradRecord, Token
 from coexec.tracegraph import calls
 from coexec.tracegraph.ambient import restored
+from coexec.tracegraph.copies import copied, overwrite
 from coexec.tracegraph.graph import Node
 from coexec.tracegraph.trace import Kind, Produced
 
@@ -63,9 +64,9 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
     exposed = [r.exposure for r in it.records if isinstance(r, EventRecord) and r.exposure is not None]
     exposed += it.inputs.values()
     with WithoutModes():  # nothing that the recorder has to see
-        written = [e.memory.clone() for e in exposed]
+        written = [copied(e.memory) for e in exposed]
         for exposure in exposed:
-            exposure.memory.copy_(exposure.contents)
+            overwrite(exposure.memory, exposure.contents)
     objects = {Produced(*place): symbol.tensor for place, symbol in it.placeholders.items()}
     it.symbols.clear()
     it.placeholders.clear()
@@ -76,7 +77,7 @@ def replay(runner: PythonRunner, recorder: Recorder) -> None:
         error = _Again(objects, recorder, runner.callbacks, it.pieces).make(it.records)
     with WithoutModes():
         for exposure, contents in zip(exposed, written, strict=True):
-            exposure.memory.copy_(contents)
+            overwrite(exposure.memory, contents)
     it.records.clear()
     if error is not None:
         raise error

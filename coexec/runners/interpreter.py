@@ -17,6 +17,7 @@ import torch
 from coexec._private import BelowAutograd
 from coexec.location import describe
 from coexec.tracegraph.calls import flat
+from coexec.tracegraph.copies import copied
 from coexec.tracegraph.instructions import reads, writes
 from coexec.tracegraph.program import (
     Call,
@@ -209,7 +210,7 @@ class InterpretedRunner:
                     deferred.append(instruction)
                 case Fetch():
                     value = values[instruction.source]
-                    self._publish(instruction.slot, value.clone() if instruction.copy else value)
+                    self._publish(instruction.slot, copied(value) if instruction.copy else value)
                 case Move():
                     for out, source in zip(instruction.outs, instruction.sources, strict=True):
                         values[out] = values[source]

@@ -47,6 +47,7 @@ from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.ambient import ambient
 from coexec.tracegraph.callbacks import UNRETURNED, Applied, Stopped, go_on, hooked, leaf_called_back
+from coexec.tracegraph.copies import copied
 from coexec.tracegraph.exposed import expose
 from coexec.tracegraph.graph import (
     END,
@@ -629,7 +630,7 @@ class PythonRunner(EnteredNatively):
         if written or ref in program.seen:
             self.exclusive = self.exclusive and is_exclusive(token)
             return token
-        return token.detach().clone() if self.exclusive and not is_exclusive(token) else token
+        return copied(token) if self.exclusive and not is_exclusive(token) else token
 
     def results(self, node: Node, tensors: list[torch.Tensor], tokens: list[Token]) -> Any:
         """What a node gives to Python: placeholders, and gradients of leaves."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from coexec.tracegraph.copies import copied
+
 
 @dataclass(slots=True)
 class Exposure:
@@ -38,7 +40,7 @@ class Exposure:
 def expose(array: Any, memory: torch.Tensor) -> Exposure:
     """Remembers an array that shares `memory`."""
     plain = memory.data  # putting contents back must not look like a write to autograd
-    return Exposure(weakref.ref(array), plain, plain.clone())
+    return Exposure(weakref.ref(array), plain, copied(plain))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

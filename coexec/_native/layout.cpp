@@ -1,0 +1,53 @@
+#include "layout.h"
+
+#include "dispatch_keys.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace coexec {
+namespace {
+
+const c10::DispatchKeySet kNotForCopies =
+    kAutogradAndViews | c10::DispatchKeySet(c10::DispatchKey::Python) |
+    c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
+
+// How many elements there are between the first and the last one, with these.
+int64_t span_of(const at::Tensor& tensor) {
+  int64_t span = 1;
+  for (int64_t d = 0; d < tensor.dim(); ++d) span += (tensor.size(d) - 1) * tensor.stride(d);
+  return span;
+}
+
+// Whether elements may lie on each other: no if each dimension steps over all that the smaller ones span.
+bool may_overlap(const at::Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> dimensions;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1) dimensions.emplace_back(tensor.stride(d), tensor.size(d));
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t span = 1;
+  for (const auto& [stride, size] : dimensions) {
+    if (stride < span) return true;
+    span += (size - 1) * stride;
+  }
+  return false;
+}
+
+}  // namespace
+
+at::Tensor copied(const at::Tensor& tensor) {
+  c10::impl::ExcludeDispatchKeyGuard guard(kNotForCopies);
+  if (tensor.layout() != at::kStrided || tensor.is_nested()) return tensor.clone();
+  at::Tensor made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+  if (tensor.numel() == 0) return made;
+  if (!may_overlap(tensor)) return made.copy_(tensor);
+  int64_t span = span_of(tensor);
+  made.as_strided({span}, {1}, 0).copy_(tensor.as_strided({span}, {1}, tensor.storage_offset()));
+  return made;
+}
+
+}  // namespace coexec
