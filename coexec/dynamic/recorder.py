@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coexec._private import HigherOrderOperator, run_seen, runs_python, shapes_without_values
 from coexec.tracegraph import calls, functions
 from coexec.tracegraph.optimizers import reads_a_counter
+from coexec.tracegraph.schema import VIEWS
 from coexec.tracegraph.trace import Input, Local, Operation, Result, TensorMeta, Value
 from coexec.tracer.memory import Geometry, geometry_of, storage_id
 from coexec.tracer.operations import (
@@ -227,14 +228,23 @@ class _Operations(TorchDispatchMode):
             raise Unrecordable("user code runs inside of it")
         if runs_python(function, positional):
             raise Unrecordable(f"{function} is implemented in Python")
-        if torch.Tag.inplace_view in function.tags:
+        if torch.Tag.inplace_view in function.tags and not self._is_own_view(function, positional[0]):
             raise Unrecordable(f"{function} changes a tensor's geometry in place")
         if depends_on_data(function, tuple(positional)):
             raise Unrecordable(f"the result of {function} depends on values")
         if any(isinstance(a, torch.Generator) for a in positional):
             raise Unrecordable("it is given a generator")
 
+    def _is_own_view(self, function: Any, tensor: torch.Tensor) -> bool:
+        """Whether an operation changes the geometry of a tensor that another one has made."""
+        return function in VIEWS and isinstance(self._value(tensor), Local)
+
     def _add(self, function: Any, positional: list[Any], args: tuple[Any, ...], returned: Any) -> None:
+        if function in VIEWS:
+            self._name(returned, Local(len(self.operations), 0))
+            result = Result(calls.meta_of(returned), None)
+            self.operations.append(operation(VIEWS[function], args, [result]))
+            return
         if not any(True for _ in calls.tensors_in(positional)):
             args = with_dtype(function, args, returned)
         number = len(self.operations)

@@ -42,6 +42,7 @@ from coexec.tracegraph.ambient import ambient, float_control
 from coexec.tracegraph.callbacks import Applied, CalledBack, Stopped, is_callback
 from coexec.tracegraph.exposed import Exposure, expose
 from coexec.tracegraph.optimizers import Update, reads_a_counter
+from coexec.tracegraph.schema import VIEWS
 from coexec.tracegraph.tape import Tape
 from coexec.tracegraph.trace import (
     Binding,
@@ -647,7 +648,7 @@ class Recorder(OwnMode, TorchDispatchMode):
         self._check_frames(event)
         if runs_python(function, (args, kwargs)):
             raise Untraceable("CX0102", f"{function} is implemented in Python")
-        if torch.Tag.inplace_view in function.tags:
+        if torch.Tag.inplace_view in function.tags and not self._is_own_view(event, function, args[0]):
             raise Untraceable("CX0109", f"{function} changes a tensor's geometry in place")
         if reads_a_counter(event.function, function):
             return None
@@ -665,6 +666,9 @@ class Recorder(OwnMode, TorchDispatchMode):
         event = self._open
         assert event is not None
         args, tensors, given = before
+        if function in VIEWS:
+            self._view_in_place(event, VIEWS[function], args, returned)
+            return
         self._check_written(function, given, returned)
         if not tensors:
             args = with_dtype(function, args, returned)
@@ -704,6 +708,23 @@ class Recorder(OwnMode, TorchDispatchMode):
                 self._pass.made(geometry_of(tensor), Local(number, computed.result))
         shaped = is_shaped_by_data(function, given)
         event.operations.append(operation(function, args, results, shaped_by_data=shaped, existing=existing))
+
+    def _is_own_view(self, event: _OpenEvent, function: Any, tensor: torch.Tensor) -> bool:
+        """Whether an operation turns a tensor that the event has made, and that Python never saw."""
+        known = self._known.get(id(tensor))
+        seen = known is not None and known.reference() is tensor
+        return function in VIEWS and self._pass is None and not seen and geometry_of(tensor) in event.own
+
+    def _view_in_place(
+        self, event: _OpenEvent, view: Any, args: tuple[Any, ...], tensor: torch.Tensor
+    ) -> None:
+        """A tensor is another view of its memory from now on: what it was before is a value of its own."""
+        if geometry_of(tensor) in event.own:
+            return
+        computed = Computed(event.index, len(event.operations), 0)
+        self._memory.add(tensor, computed)
+        event.own[geometry_of(tensor)] = computed
+        event.operations.append(operation(view, args, [Result(calls.meta_of(tensor), args[0])]))
 
     def _exists(self, tensor: torch.Tensor, arguments: list[torch.Tensor]) -> bool:
         """Whether a result of an operation is a value that the event has already.
@@ -796,7 +817,8 @@ class Recorder(OwnMode, TorchDispatchMode):
     def _constant(self, tensor: torch.Tensor, function: Any) -> Value:
         event = self._open
         assert event is not None
-        if event.backward or tensor.numel() > 65536 or tensor.requires_grad:
+        dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)  # as its copies will be
+        if event.backward or tensor.numel() > 65536 or tensor.requires_grad or not dense:
             raise Untraceable("CX0111", f"{function} inside of {self._name()}")
         constant = Constant(tensor.detach().clone())
         self._memory.add(tensor, constant)
