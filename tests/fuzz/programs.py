@@ -153,6 +153,15 @@ OPTIMIZERS = [
     "torch.optim.RMSprop({p}, lr=0.01, eps=1e-2, momentum=0.1)",
     "torch.optim.Adagrad({p}, lr=0.05, eps=1e-3)",
 ]
+#: Where the input of a step with `n` rows lies in memory.
+INPUTS = [
+    "torch.randn(n, 3)",
+    "torch.randn(n, 3)",
+    "torch.randn(n, 8)[:, 1:4]",
+    "torch.randn(n, 6)[:, ::2]",
+    "torch.randn(3, 2 * n).t()[::2]",
+    "torch.randn(n, 1).expand(-1, 3)",
+]
 SIZES = ["[4]", "[4, 4, 4, 3]", "[4, 3, 5, 4, 2]", "[4, 6, 5, 7, 3, 8, 5, 9]", "[12, 7, 9, 1, 10, 0, 8]"]
 
 
@@ -206,7 +215,8 @@ def _make(w):
         "parameters = [*state.model.parameters(), state.weight, *state.layers[0].parameters()]",
         f"state.optimizer = {w.choose(OPTIMIZERS).format(p='parameters')}",
         "state.schedule = torch.optim.lr_scheduler.StepLR(state.optimizer, 3, gamma=0.5)",
-        f"state.data = [torch.randn(n, 3) for n in {w.choose(SIZES)} * {STEPS}]",
+        f"state.data = [{w.choose(INPUTS)} for n in {w.choose(SIZES)} * {STEPS}]",
+        "state.arrays = [x.numpy() for x in state.data]" if w.chance(20) else "state.arrays = []",
         "return state",
     ):
         w.emit(line)

@@ -60,6 +60,7 @@ OF_STATE = [
     "state.model({a})",
     "F.linear({a}, state.weight)",
     "({a} @ state.weight).tanh()",
+    "{a} + ({a}.mean(0) @ state.weight).tanh()",
     "{a} + state.memory",
     "{a} * state.view.sum().tanh()",
     "{a} + state.bank[-1].mean()",
