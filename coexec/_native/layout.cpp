@@ -3,6 +3,7 @@
 #include "dispatch_keys.h"
 
 #include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -14,6 +15,9 @@ namespace {
 const c10::DispatchKeySet kNotForCopies =
     kAutogradAndViews | c10::DispatchKeySet(c10::DispatchKey::Python) |
     c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
+
+// Memory of tensors begins with one of these.
+constexpr uintptr_t kCacheLine = 64;
 
 // How many elements there are between the first and the last one, with these.
 int64_t span_of(const at::Tensor& tensor) {
@@ -37,12 +41,21 @@ bool may_overlap(const at::Tensor& tensor) {
   return false;
 }
 
+at::Tensor empty_as(const at::Tensor& tensor) {
+  const auto place = tensor.numel() == 0 ? 0 : reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kCacheLine;
+  if (place == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+  const auto bytes = static_cast<int64_t>(place) + span_of(tensor) * tensor.itemsize();
+  at::Tensor memory = at::empty({bytes}, tensor.options().dtype(at::kByte));
+  void* begin = static_cast<char*>(memory.mutable_data_ptr()) + place;
+  return at::from_blob(begin, tensor.sizes(), tensor.strides(), [memory](void*) {}, tensor.options());
+}
+
 }  // namespace
 
 at::Tensor copied(const at::Tensor& tensor) {
   c10::impl::ExcludeDispatchKeyGuard guard(kNotForCopies);
   if (tensor.layout() != at::kStrided || tensor.is_nested()) return tensor.clone();
-  at::Tensor made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+  at::Tensor made = empty_as(tensor);
   if (tensor.numel() == 0) return made;
   if (!may_overlap(tensor)) return made.copy_(tensor);
   int64_t span = span_of(tensor);

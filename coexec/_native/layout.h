@@ -5,9 +5,9 @@
 
 namespace coexec {
 
-// A copy on memory of its own with the very strides of a tensor, gaps and overlaps included. Kernels go another
-// way over memory without gaps, and round otherwise there. The copy begins where its memory does, and needs no
-// gradient.
+// A copy on memory of its own with the very strides of a tensor, gaps and overlaps included, that begins at the same
+// place of a cache line. Kernels go another way over memory without gaps, or from another place on, and round
+// otherwise there. The copy has no offset, and needs no gradient.
 at::Tensor copied(const at::Tensor& tensor);
 
 }  // namespace coexec

@@ -6,6 +6,7 @@
 #include "kept_memory.h"
 #include "kernel_threads.h"
 #include "kernels.h"
+#include "layout.h"
 #include "library.h"
 #include "location.h"
 #include "queue.h"
@@ -109,6 +110,7 @@ TORCH_LIBRARY(coexec, m) {
                     "-> (Tensor, Tensor)"),
       any_layout);
   m.def("fetch(Tensor token, Tensor value, int slot) -> Tensor");
+  m.def("copied(Tensor self) -> Tensor");
   m.def("bernoulli(Tensor token, int[] geometry, int scalar_type, float p) -> (Tensor, Tensor)");
   m.def("bernoulli_of_any_size(Tensor token, SymInt[] geometry, int scalar_type, float p) -> (Tensor, Tensor)");
   const std::vector<at::Tag> draws{at::Tag::nondeterministic_seeded};
@@ -121,6 +123,7 @@ TORCH_LIBRARY_IMPL(coexec, CompositeExplicitAutograd, m) {
   m.impl("feed", feed);
   m.impl("feed_of_any_size", feed);
   m.impl("fetch", fetch);
+  m.impl("copied", coexec::copied);
   m.impl("bernoulli", bernoulli);
   m.impl("bernoulli_of_any_size", bernoulli);
   m.impl("rng_state", rng_state);

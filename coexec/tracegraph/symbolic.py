@@ -19,6 +19,7 @@ import torch
 from coexec.tracegraph import functions
 from coexec.tracegraph.calls import meta_of
 from coexec.tracegraph.cases import Case, SwitchCase, assign_cases
+from coexec.tracegraph.copies import COPIED
 from coexec.tracegraph.failing import may_fail
 from coexec.tracegraph.following import pairs_with_before, same_choice
 from coexec.tracegraph.graph import (
@@ -644,7 +645,7 @@ class _Lowering:
                 bound_at.setdefault(row.out, []).append(position)
         for register, copy in shadow.items():
             pair: list[Instruction] = [
-                *_copied(register, copy, self.register_metas[register]),
+                *_copied(register, copy, self.register_metas[register], compiled=self.compiled),
                 Call(
                     torch.ops.aten.copy_.default,
                     (Reg(register), Reg(copy), False),
@@ -684,9 +685,11 @@ def _numel(meta: TensorMeta) -> float:
     return math.prod(math.inf if isinstance(n, Size) else n for n in meta.shape)
 
 
-def _copied(source: int, out: int, meta: TensorMeta) -> tuple[Call, Call]:
-    """A copy of a register with the very strides of the original."""
+def _copied(source: int, out: int, meta: TensorMeta, *, compiled: bool) -> tuple[Call, ...]:
+    """A copy of a register with the very strides of the original; a compiler knows how to make one, too."""
     aten = torch.ops.aten
+    if not compiled:
+        return (Call(COPIED, (Reg(source),), (out,), When.NOW, -1),)
     empty = (Reg(source), meta.shape, meta.stride, None, None, None, None)
     return (
         Call(aten.new_empty_strided.default, empty, (out,), When.NOW, -1),
