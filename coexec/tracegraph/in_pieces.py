@@ -221,10 +221,12 @@ class _Pass:
         forward = self._trace.events[of]
         key: Any = self._event.key
         forward_key: Any = forward.key
-        taken = [self._gradients.pop((of, entry)) for entry, _ in passage.takes]
-        memory: list[Hashable] = [self._memory.pop((of, entry)) for entry, _ in passage.takes]
         targets = [self._target(of, argument) for argument, _, _ in passage.gives]
         added = [t for t, (_, _, before) in zip(targets, passage.gives, strict=True) if before is not None]
+        if not self._gradients.keys() >= {*((of, entry) for entry, _ in passage.takes), *added}:
+            return False  # a tensor whose `data` was assigned goes on as another value
+        taken = [self._gradients.pop((of, entry)) for entry, _ in passage.takes]
+        memory: list[Hashable] = [self._memory.pop((of, entry)) for entry, _ in passage.takes]
         taken += [self._gradients[t] for t in added]
         memory += [self._memory[t] for t in added]
         named = {self._source_of(g.value): p for p, g in taken[: len(passage.takes)]}
@@ -281,6 +283,8 @@ class _Pass:
         event = self._event
         leaf = event.inputs[passage.leaf]
         assert leaf is not None
+        if leaf not in self._gradients:
+            return False
         produced, gradient = self._gradients.pop(leaf)
         memory = self._memory.pop(leaf)
         key: Any = event.key

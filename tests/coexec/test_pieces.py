@@ -562,3 +562,23 @@ def test_a_pass_in_pieces_behind_one_that_is_whole_raises_as_in_eager_when_that_
             block()
 
     compare(linear, step, 18)
+
+
+@pytest.mark.parametrize("where", ["one way", "two ways", "a leaf"])
+def test_a_tensor_whose_data_was_assigned_goes_on_with_its_gradient(where, in_pieces_always):
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            h = s.model(x)
+            if k % 3 == 2:
+                h = h.tanh()
+            if where == "a leaf":
+                s.model.bias.data = s.model.bias * 0.5
+                loss = (h + s.model.bias).square().mean()
+            else:
+                other = h.clone()
+                other.data = other * 0.5
+                loss = (other + h).square().mean() if where == "two ways" else other.square().mean()
+            train(s, loss)
+
+    compare(linear, step, 14)
