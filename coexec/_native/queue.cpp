@@ -35,6 +35,7 @@ Recorded::Recorded(const py::dict& d)
       metas(metas_of(d["metas"])),
       writes(d["writes"].cast<bool>()),
       shares_memory(d["shares_memory"].cast<bool>()),
+      keeps_arguments(d["keeps_arguments"].cast<bool>()),
       random(d["random"].cast<bool>()) {
   for (const auto& call : d["calls"].cast<py::list>()) calls.push_back(parse_instruction(call.cast<py::dict>()));
   for (const auto& n : d["numbers"].cast<std::vector<std::tuple<int64_t, size_t, std::string>>>()) {

@@ -35,6 +35,7 @@ struct Recorded {
   std::vector<Meta> metas;  // of the outputs
   bool writes = false;         // to an argument
   bool shares_memory = false;  // writes to an argument or returns a view of one
+  bool keeps_arguments = false;  // shares memory, or autograd may save an argument
   bool random = false;
 
   explicit Recorded(const pybind11::dict& encoded);

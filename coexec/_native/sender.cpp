@@ -146,7 +146,7 @@ class Sender {
       if (!same_state(entry->state, state) || !fit(arguments.tensors, *entry)) continue;
       for (const Variant& variant : entry->variants) {
         if (!take(arguments.numbers, variant.slots)) continue;
-        if (exposed_ && variant.recorded->shares_memory) return not_implemented;
+        if (exposed_ && variant.recorded->keeps_arguments) return not_implemented;
         if (at_once(arguments.tensors, *variant.recorded)) return run_now_;
         py::list numbers;
         for (PyObject* number : arguments.numbers) numbers.append(py::handle(number));

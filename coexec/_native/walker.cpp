@@ -62,7 +62,7 @@ struct WalkerNames {
   Names calls;
   py::object symbol, record, grad_record, produced;
   py::dict treatments;                                              // of functions that are no events
-  Slot at, checked, exposed;                                        // of an Iteration
+  Slot at, checked, exposed, inputs;                                // of an Iteration
   Slot tensor, binding, meta, history;                              // of a Symbol
   Slot requires_grad, is_leaf;                                      // of a TensorMeta
   Slot node, key, ambient, tokens, numbers, location, exposure;     // of an EventRecord
@@ -371,7 +371,7 @@ class Walker : public Answering {
       arguments_.numbers.clear();
       if (!match_call(args, kwargs, node.key.ptr(), names_.calls, arguments_)) continue;
       if (!fits(node)) continue;
-      if (node.backward && has_hooks()) return not_implemented;
+      if (node.backward && (has_hooks() || has_inputs_of_arrays())) return not_implemented;
       for (const Alternative& alternative : node.alternatives) {
         if (!binds(alternative) || !is_on_path(alternative) || !is_behind(alternative)) continue;
         if (!reaches(alternative)) continue;
@@ -382,6 +382,9 @@ class Walker : public Answering {
     }
     return not_implemented;
   }
+
+  // Whether what has been fed is on memory that NumPy may know, and write.
+  bool has_inputs_of_arrays() const { return PyDict_GET_SIZE(names_.inputs.get(iteration_.ptr())) != 0; }
 
   bool fits(const Node& node) {
     if (arguments_.tensors.size() != node.metas.size()) return false;
@@ -842,6 +845,7 @@ WalkerNames walker_names_from(const py::dict& d) {
   n.at = Slot(iteration, "at");
   n.checked = Slot(iteration, "checked");
   n.exposed = Slot(iteration, "exposed");
+  n.inputs = Slot(iteration, "inputs");
   n.tensor = Slot(n.symbol, "tensor");
   n.binding = Slot(n.symbol, "binding");
   n.meta = Slot(n.symbol, "meta");

@@ -58,6 +58,11 @@ class Recording:
     writes: bool
     shares_memory: bool
 
+    @property
+    def keeps_arguments(self) -> bool:
+        """Whether a copy of an argument would not do: a result is on its memory, or autograd may save it."""
+        return self.shares_memory or any(m.requires_grad for m in self.metas)
+
 
 def repeats(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """For each argument the first one that is the same object: a call with one tensor twice is another."""

@@ -104,7 +104,7 @@ class DynamicRunner(OwnMode, TorchFunctionMode):
             return self._eagerly(function, args, kwargs, entry.eager)
         for variant in entry.variants:
             if variant.takes(numbers):
-                if variant.recording.shares_memory and any(is_exposed(t) for t in tensors):
+                if variant.recording.keeps_arguments and any(is_exposed(t) for t in tensors):
                     return self._eagerly(function, args, kwargs, "NumPy shares the memory of a tensor")
                 result = variant.recording.result
                 return self._sender.send(variant.native, tensors, numbers, function, key, state, result)

@@ -173,6 +173,7 @@ def _encoded(recording: Recording) -> Any:
             "outputs": [registers[v] for v in recording.outputs],
             "writes": recording.writes,
             "shares_memory": recording.shares_memory,
+            "keeps_arguments": recording.keeps_arguments,
             "random": recording.random,
             "metas": [encoded_meta(m) for m in recording.metas],
         }

@@ -366,7 +366,7 @@ class PythonRunner(EnteredNatively):
         if it.exposed:
             self._check_exposed()
         if it.inputs:
-            self._check_inputs(tensors)
+            self._check_inputs(function, tensors)
         state = ambient(own_modes=1)
         metas = tuple([self._meta(t) for t in tensors])
         whole_key = (key, state, metas)
@@ -432,10 +432,12 @@ class PythonRunner(EnteredNatively):
             if any(e.written for e in exposed):
                 raise Mismatch("CX0114", "an array that shares memory with a tensor was written")
 
-    def _check_inputs(self, tensors: list[torch.Tensor]) -> None:
-        """What was fed of an array has to be in it still when the array is used again."""
+    def _check_inputs(self, function: Any, tensors: list[torch.Tensor]) -> None:
+        """What was fed of an array has to be in it still when it is used again, be it by a backward pass."""
+        inputs = self.iteration.inputs
+        passes = function in functions.BACKWARD or function is go_on
+        used = inputs.values() if passes else [inputs.get(id(t)) for t in tensors]
         with WithoutModes():
-            used = [self.iteration.inputs.get(id(t)) for t in tensors]
             if any(e is not None and e.written for e in used):
                 raise Mismatch("CX0114", "an array that a tensor was made of was written")
 

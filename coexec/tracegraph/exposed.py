@@ -43,8 +43,17 @@ def expose(array: Any, memory: torch.Tensor) -> Exposure:
     return Exposure(weakref.ref(array), plain, copied(plain))
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    equal = a.eq(b)
-    if a.is_floating_point() or a.is_complex():
-        equal |= a.isnan() & b.isnan()
-    return bool(equal.all())
+    """Whether two tensors of one layout have the same bits."""
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_contiguous() and tensor.numel() * tensor.element_size() % 8 == 0:
+        return tensor.view(-1).view(torch.int64)  # fewer and larger numbers
+    return tensor.view(_BITS[tensor.element_size()])

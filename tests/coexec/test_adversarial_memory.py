@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.coexec.harness import coexecuted, compare, linear, nothing, train, weights
+from coexec.tracegraph.exposed import expose
+from tests.coexec.harness import Twice, coexecuted, compare, linear, nothing, train, weights
 
 
 def test_a_target_that_shared_memory_with_the_input_so_far_need_not_for_ever():
@@ -424,6 +425,53 @@ def test_an_array_over_an_input_is_written_before_a_new_path():
         return y
 
     compare(nothing, step, 8)
+
+
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("gradient", ["backward", "grad", "a custom function"])
+def test_an_array_over_an_input_is_written_before_the_backward_pass(first, synchronous, gradient):
+    """Autograd has saved the input, and reads what Python has written there."""
+
+    def step(s, k, tape):
+        array = np.random.randn(5, 4).astype(np.float32)
+        x = torch.from_numpy(array)
+        with tape():
+            h = s.model(x)
+            if gradient == "a custom function":
+                h = Twice.apply(h)
+            loss = h.square().mean()
+            if k >= first:
+                array[:] = k
+            s.optimizer.zero_grad()
+            if gradient == "grad":
+                s.model.weight.grad, s.model.bias.grad = torch.autograd.grad(loss, s.model.parameters())
+            else:
+                loss.backward()
+            s.optimizer.step()
+
+    report = compare(linear, step, 12, synchronous=synchronous)
+
+    assert "CX0114" in [c.id for c in report.causes]
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "i1", "?", "c8", "c16"])
+@pytest.mark.parametrize("layout", [lambda x: x, lambda x: x[:, 1:], lambda x: x[:1].expand(5, 3)])
+def test_what_an_array_has_been_given_is_seen_to_the_bit(dtype, layout):
+    array = np.zeros((5, 3)).astype(dtype)
+    tensor = layout(torch.from_numpy(array))
+    exposure = expose(tensor, tensor)
+
+    assert not exposure.written
+    array[0, 2] = -0.0 if np.issubdtype(dtype, np.inexact) else 1
+    assert exposure.written
+
+
+def test_nan_in_an_array_is_as_it_was():
+    array = np.full((5, 3), np.nan, dtype=np.float32)
+    tensor = torch.from_numpy(array)
+
+    assert not expose(tensor, tensor).written
 
 
 @pytest.mark.parametrize("runner", ["python first", "graph first"])
