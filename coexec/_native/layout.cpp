@@ -41,26 +41,34 @@ bool may_overlap(const at::Tensor& tensor) {
   return false;
 }
 
-at::Tensor empty_as(const at::Tensor& tensor) {
+at::Tensor empty(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+}
+
+at::Tensor empty_in_place(const at::Tensor& tensor) {
   const auto place = tensor.numel() == 0 ? 0 : reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kCacheLine;
-  if (place == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+  if (place == 0) return empty(tensor);
   const auto bytes = static_cast<int64_t>(place) + span_of(tensor) * tensor.itemsize();
   at::Tensor memory = at::empty({bytes}, tensor.options().dtype(at::kByte));
   void* begin = static_cast<char*>(memory.mutable_data_ptr()) + place;
   return at::from_blob(begin, tensor.sizes(), tensor.strides(), [memory](void*) {}, tensor.options());
 }
 
-}  // namespace
-
-at::Tensor copied(const at::Tensor& tensor) {
+at::Tensor copied_to(at::Tensor (*empty)(const at::Tensor&), const at::Tensor& tensor) {
   c10::impl::ExcludeDispatchKeyGuard guard(kNotForCopies);
-  if (tensor.layout() != at::kStrided || tensor.is_nested()) return tensor.clone();
-  at::Tensor made = empty_as(tensor);
+  if (tensor.layout() != at::kStrided || tensor.is_nested() || tensor._is_zerotensor()) return tensor.clone();
+  at::Tensor made = empty(tensor);
   if (tensor.numel() == 0) return made;
   if (!may_overlap(tensor)) return made.copy_(tensor);
   int64_t span = span_of(tensor);
   made.as_strided({span}, {1}, 0).copy_(tensor.as_strided({span}, {1}, tensor.storage_offset()));
   return made;
 }
+
+}  // namespace
+
+at::Tensor copied(const at::Tensor& tensor) { return copied_to(&empty_in_place, tensor); }
+
+at::Tensor copied_anywhere(const at::Tensor& tensor) { return copied_to(&empty, tensor); }
 
 }  // namespace coexec

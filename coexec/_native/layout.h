@@ -10,4 +10,7 @@ namespace coexec {
 // otherwise there. The copy has no offset, and needs no gradient.
 at::Tensor copied(const at::Tensor& tensor);
 
+// The same, but for where it begins: memory of the usual kind, which may grow.
+at::Tensor copied_anywhere(const at::Tensor& tensor);
+
 }  // namespace coexec

@@ -554,7 +554,7 @@ void Runner::compiled(const Instruction& instruction) {
     TORCH_CHECK(is_typed, "a compiled block gave a value of type ",
                 outputs[i].scalar_type(), ", and traces had another one");
     // A compiler may return an input for what adds nothing to it, and the program may write that input later on.
-    if (given.count(outputs[i].storage().unsafeGetStorageImpl())) outputs[i] = copied(outputs[i]);
+    if (given.count(outputs[i].storage().unsafeGetStorageImpl())) outputs[i] = copied_anywhere(outputs[i]);
     TORCH_CHECK(!instruction.strides[i] || has_strides(outputs[i], *instruction.strides[i]),
                 "a compiled block gave strides ", outputs[i].strides(), ", and traces had others");
     if (instruction.strides[i] && outputs[i].strides() != at::IntArrayRef(*instruction.strides[i])) {

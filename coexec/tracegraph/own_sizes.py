@@ -267,7 +267,7 @@ def _size(key: Any, argument: int, place: _Shown) -> Size | int | None:
 
 def _with_own(node: Node, sizes: Mapping[int, Size | int]) -> Node:
     """A node with its sizes, and without the symbols that all nodes of its kind have."""
-    if isinstance(node.piece, Passed):
+    if isinstance(node.piece, Passed) and node.piece.at:
         at = tuple([(place, value) for place, (_, value) in enumerate(node.piece.at)])
         node = replace(node, piece=replace(node.piece, at=at))
     return _substituted(node, sizes) if sizes else node
