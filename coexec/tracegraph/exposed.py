@@ -47,13 +47,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one layout have the same bits."""
-    return torch.equal(_bits(a), _bits(b))
+    """Whether two tensors have the same bits."""
+    a, b = _real(a), _real(b)
+    if a.is_contiguous() and b.is_contiguous() and a.numel() * a.element_size() % 8 == 0:
+        return torch.equal(
+            a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)
+        )  # fewer, larger numbers
+    bits = _BITS[a.element_size()]
+    return torch.equal(a.view(bits), b.view(bits))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.is_contiguous() and tensor.numel() * tensor.element_size() % 8 == 0:
-        return tensor.view(-1).view(torch.int64)  # fewer and larger numbers
-    return tensor.view(_BITS[tensor.element_size()])
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

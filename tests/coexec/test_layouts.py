@@ -75,6 +75,26 @@ def test_what_is_fed_is_rounded_as_in_eager_wherever_it_lies(layout, memory, way
     assert coexecuted(compare(weight, step, 8, **options), 5)
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize(
+    "view",
+    [lambda c: c.conj(), lambda c: c.mH, lambda c: c.conj().imag, lambda c: c.conj().imag[:, 1:]],
+    ids=["conjugated", "adjoint", "negated", "negated with gaps"],
+)
+def test_what_is_fed_may_be_conjugated_or_negated_when_it_is_read(view, synchronous, known):
+    def step(s, k, tape):
+        matrix = torch.randn(4, 3, dtype=torch.complex64)
+        s.kept = matrix.numpy() if known else matrix
+        x = view(matrix)
+        with tape():
+            s.w.grad = None
+            s.results = [x * 2, x.sum(0), (x + 1).abs().sum()]
+            (s.w.sum() * s.results[-1]).backward()
+
+    assert coexecuted(compare(weight, step, 8, synchronous=synchronous), 5)
+
+
 @pytest.mark.parametrize("layout", ["every other column", "turned", "some columns", "one column", "permuted"])
 def test_what_is_written_and_read_is_rounded_as_in_eager_wherever_it_lies(layout, compared_on_the_graph):
     def make():
