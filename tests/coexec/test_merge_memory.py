@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from coexec.tracegraph.builder import Builder, Kind, Premises
 from tests.coexec.harness import compare, linear, train, weights
+from tests.coexec.test_own_sizes import recurrent, unpadded
 
 
 @pytest.fixture(params=["whole", "in pieces"])
@@ -42,22 +40,7 @@ def test_a_trace_that_changes_nothing_of_the_others_is_all_that_is_added(merges,
 
 
 def test_sizes_that_vary_from_call_to_call_are_those_of_a_merge_of_all(merges, in_pieces_always, patient):
-    def make():
-        model = nn.ModuleDict({"cell": nn.GRUCell(4, 6), "out": nn.Linear(6, 2)})
-        return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def step(s, k, tape):
-        chance = random.Random(k)
-        lengths = sorted((chance.randint(2, 6) for _ in range(4)), reverse=True)
-        x = torch.randn(4, lengths[0], 4)
-        with tape():
-            h = x.new_zeros(4, 6)
-            for t in range(lengths[0]):
-                live = sum(n > t for n in lengths)
-                h = torch.cat([s.model["cell"](x[:live, t], h[:live]), h[live:]])
-            train(s, s.model["out"](h).square().mean())
-
-    compare(make, step, 40)
+    compare(recurrent, unpadded, 40)
 
     assert len(merges.added) > 6
     assert any(added == 1 for n, added in merges.added if n > 2)  # whose sizes were known

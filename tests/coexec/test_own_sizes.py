@@ -39,21 +39,21 @@ def graph():
 # --- programs -----------------------------------------------------------------------------------------
 
 
+def unpadded(s, k, tape):
+    """A step on sequences that end one after the other, as in a recurrent net without padding."""
+    chance = random.Random(k)
+    lengths = sorted((chance.randint(2, 6) for _ in range(4)), reverse=True)
+    x = torch.randn(4, lengths[0], 4)
+    with tape():
+        h = x.new_zeros(4, 6)
+        for t in range(lengths[0]):
+            live = sum(n > t for n in lengths)
+            h = torch.cat([s.model["cell"](x[:live, t], h[:live]), h[live:]])
+        train(s, s.model["out"](h).square().mean())
+
+
 def test_a_loop_with_another_number_of_rounds_and_of_rows_has_a_graph(compared_on_the_graph):
-    """Sequences that end one after the other, as in a recurrent net without padding."""
-
-    def step(s, k, tape):
-        chance = random.Random(k)
-        lengths = sorted((chance.randint(2, 6) for _ in range(4)), reverse=True)
-        x = torch.randn(4, lengths[0], 4)
-        with tape():
-            h = x.new_zeros(4, 6)
-            for t in range(lengths[0]):
-                live = sum(n > t for n in lengths)
-                h = torch.cat([s.model["cell"](x[:live, t], h[:live]), h[live:]])
-            train(s, s.model["out"](h).square().mean())
-
-    report = compared_on_the_graph(recurrent, step, 60)
+    report = compared_on_the_graph(recurrent, unpadded, 60)
 
     assert coexecuted(report, 25), report.summary()
 
