@@ -41,23 +41,25 @@ bool may_overlap(const at::Tensor& tensor) {
   return false;
 }
 
-at::Tensor empty(const at::Tensor& tensor) {
+// Memory for a copy, wherever it begins.
+at::Tensor anywhere(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
 }
 
-at::Tensor empty_in_place(const at::Tensor& tensor) {
+// Memory for a copy, which begins at the same place of a cache line.
+at::Tensor aligned(const at::Tensor& tensor) {
   const auto place = tensor.numel() == 0 ? 0 : reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kCacheLine;
-  if (place == 0) return empty(tensor);
+  if (place == 0) return anywhere(tensor);
   const auto bytes = static_cast<int64_t>(place) + span_of(tensor) * tensor.itemsize();
   at::Tensor memory = at::empty({bytes}, tensor.options().dtype(at::kByte));
   void* begin = static_cast<char*>(memory.mutable_data_ptr()) + place;
   return at::from_blob(begin, tensor.sizes(), tensor.strides(), [memory](void*) {}, tensor.options());
 }
 
-at::Tensor copied_to(at::Tensor (*empty)(const at::Tensor&), const at::Tensor& tensor) {
+at::Tensor copied_to(at::Tensor (*memory_for)(const at::Tensor&), const at::Tensor& tensor) {
   c10::impl::ExcludeDispatchKeyGuard guard(kNotForCopies);
   if (tensor.layout() != at::kStrided || tensor.is_nested() || tensor._is_zerotensor()) return tensor.clone();
-  at::Tensor made = empty(tensor);
+  at::Tensor made = memory_for(tensor);
   if (tensor.numel() == 0) return made;
   if (!may_overlap(tensor)) return made.copy_(tensor);
   int64_t span = span_of(tensor);
@@ -67,8 +69,8 @@ at::Tensor copied_to(at::Tensor (*empty)(const at::Tensor&), const at::Tensor& t
 
 }  // namespace
 
-at::Tensor copied(const at::Tensor& tensor) { return copied_to(&empty_in_place, tensor); }
+at::Tensor copied(const at::Tensor& tensor) { return copied_to(&aligned, tensor); }
 
-at::Tensor copied_anywhere(const at::Tensor& tensor) { return copied_to(&empty, tensor); }
+at::Tensor copied_anywhere(const at::Tensor& tensor) { return copied_to(&anywhere, tensor); }
 
 }  // namespace coexec

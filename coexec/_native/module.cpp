@@ -139,6 +139,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(scalar_type)));
     return py::reinterpret_borrow<py::object>(dtype);
   });
+  m.def("copied", &coexec::copied, "A copy that lies in memory as a tensor does; no dispatch mode sees it.");
   m.def("size_value", [](const py::handle& encoded, const std::vector<int64_t>& symbols) {
     return coexec::size_of(encoded).value([&](int64_t s) -> std::optional<int64_t> { return symbols.at(s); });
   });

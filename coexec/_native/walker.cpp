@@ -955,7 +955,6 @@ void bind_walker(py::module_& m) {
     return held(symbols, Slot(cls, "tensor"), Slot(cls, "binding"));
   });
   m.def("have_own_memory", &have_own_memory);
-  m.def("copied", &copied, "A copy with the very strides of a tensor.");
   m.def("are_counters", &are_counters);
   m.def("alias_of", &alias_of);
   m.def("announce_gradients", &announce_gradients);

@@ -49,11 +49,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same bits."""
     a, b = _real(a), _real(b)
-    if a.is_contiguous() and b.is_contiguous() and a.numel() * a.element_size() % 8 == 0:
-        return torch.equal(
-            a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)
-        )  # fewer, larger numbers
     bits = _BITS[a.element_size()]
+    if a.is_contiguous() and b.is_contiguous() and a.numel() * a.element_size() % 8 == 0:
+        a, b, bits = a.view(-1), b.view(-1), torch.int64  # fewer, larger numbers
     return torch.equal(a.view(bits), b.view(bits))
 
 

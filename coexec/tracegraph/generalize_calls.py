@@ -66,6 +66,8 @@ class _Look:
 class Looks:
     """Events that have been looked at, and what has been made of them; those of earlier merges come again.
 
+    They are found by their ids, which are their own as long as they are kept here.
+
     Attributes:
         names: the number of each symbol.
         groups: for each place and outline, what was found of the calls there when they were these.
@@ -85,7 +87,7 @@ class Looks:
         """Numbers for the place and for the sizes of a call."""
         event = trace.events[number]
         known = self._places.get(id(event))
-        if known is None or known[0] is not event:
+        if known is None:
             place, sizes = self._number(_place(event, trace)), self._number(_sizes(event))
             known = self._places[id(event)] = (event, place, sizes)
         return known[1:]
@@ -97,7 +99,7 @@ class Looks:
         """What an event of a trace looks like."""
         event = trace.events[number]
         known = self._known.get(id(event))
-        if known is None or known[0] is not event:
+        if known is None:
             known = self._known[id(event)] = (event, self._new(trace, number, event))
         return known[1]
 
@@ -110,14 +112,14 @@ class Looks:
     def symbolic(self, event: Event, made: Event) -> Event:
         """What has been made of an event with symbols: the very object of an earlier merge if it is equal."""
         known = self._symbolic.get(id(event))
-        if known is None or known[0] is not event or known[1] != made:
+        if known is None or known[1] != made:
             known = self._symbolic[id(event)] = (event, made)
         return known[1]
 
     def in_place(self, event: Event, of: object, make: Callable[[], Event]) -> Event:
         """What comes in the place of an event, which depends on it and on something else."""
         known = self._made.get(id(event))
-        if known is None or known[0] is not event or not (known[1] is of or known[1] == of):
+        if known is None or not (known[1] is of or known[1] == of):
             known = self._made[id(event)] = (event, of, make())
         return known[2]
 
@@ -260,7 +262,7 @@ def _symbolic_calls(
     looked_at = [calls[m[0]] for m in members]
     events = [traces[c.trace].events[c.event] for c in looked_at]
     known = looks.groups.get(place)
-    if known is None or len(known[0]) != len(events) or not are_those(known[0], events):
+    if known is None or not are_those(known[0], events):
         alone = [_alone(traces[c.trace], c.event) for c in looked_at]
         known = looks.groups[place] = events, list(_groups(alone, events, place, looks))
     for symbolic in known[1]:

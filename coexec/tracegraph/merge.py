@@ -65,9 +65,10 @@ def merge(traces: Sequence[Trace], memory: MergeMemory | None = None, *, guess: 
     while True:
         builder = memory.builder(traces, premises)
         conflicting = conflicting_captures(builder)
-        ambiguous = builder.ambiguous | (alike := indistinct(builder))
+        alike = indistinct(builder)
         if alike & premises.path_dependent:
             raise Indistinct
+        ambiguous = builder.ambiguous | alike
         if not conflicting and not ambiguous:
             graph, new_id = frozen(builder)
             graph = replace(
@@ -249,8 +250,4 @@ def _in_common(before: Sequence[Trace], traces: Sequence[Trace]) -> int:
 
 def _are_same(traces: tuple[Trace, Trace]) -> bool:
     one, other = traces
-    return one is other or (
-        one.externals is other.externals
-        and len(one.events) == len(other.events)
-        and are_those(one.events, other.events)
-    )
+    return one is other or (one.externals is other.externals and are_those(one.events, other.events))

@@ -162,7 +162,7 @@ def unify(
 
 def are_those(values: Sequence[object], others: Sequence[object]) -> bool:
     """Whether these are the very objects."""
-    return all(a is b for a, b in zip(values, others, strict=True))
+    return len(values) == len(others) and all(a is b for a, b in zip(values, others, strict=True))
 
 
 #: Operations of which a number decides the shape of the result.
