@@ -73,6 +73,12 @@ def is_inmost() -> bool:
     return isinstance(functions[-1], OwnMode) and (not operations or isinstance(operations[-1], OwnMode))
 
 
+def operator_methods() -> list[Any]:
+    """The methods behind operators on tensors, as `a + b` finds them; PyTorch calls them by other names."""
+    own = vars(torch._C.TensorBase).items()
+    return [method for name, method in own if name.startswith("__") and inspect.ismethoddescriptor(method)]
+
+
 def is_left_alone(wrapper: Any, function: Any) -> bool:
     """Whether this is what Dynamo has put in the place of a function that it does not compile."""
     return getattr(wrapper, "_torchdynamo_disable", False) is True and inspect.unwrap(wrapper) is function

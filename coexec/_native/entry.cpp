@@ -1,5 +1,7 @@
 #include "entry.h"
 
+#include "shortcuts.h"
+
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/utils/python_torch_function_mode.h>
@@ -40,7 +42,8 @@ Entry& entry_of(PyObject* mode) {
 
 py::object answer(PyObject* mode, PyObject* function, PyObject* types, PyObject* args, PyObject* kwargs) {
   Entry& entry = entry_of(mode);
-  if (entry.answering) {
+  mode_reached(entry.answering, function, args, kwargs);
+  if (entry.answering && !was_declined(function)) {
     py::object answered = entry.answering->answer(function, args, kwargs);
     if (answered.ptr() != Py_NotImplemented) return answered;
   }
@@ -106,6 +109,15 @@ PyObject* own_mode() {
   PyObject* mode = at::impl::PythonTorchFunctionTLS::get_stack_at(inmost)->ptr(getPyInterpreter());
   return find(mode) ? mode : nullptr;
 }
+
+}  // namespace
+
+Answering* inmost_answering() {
+  PyObject* mode = own_mode();
+  return mode ? find(mode)->answering : nullptr;
+}
+
+namespace {
 
 // handle_torch_function(function, relevant arguments, *args, **kwargs)
 PyObject* handle_torch_function(PyObject* original, PyObject* const* args, Py_ssize_t count, PyObject* names) {

@@ -12,6 +12,7 @@
 #include "queue.h"
 #include "runner.h"
 #include "sender.h"
+#include "shortcuts.h"
 #include "walker.h"
 
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -172,6 +173,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   coexec::bind_library(m);
   coexec::bind_location(m);
   coexec::bind_entry(m);
+  coexec::bind_shortcuts(m);
   coexec::bind_walker(m);
   coexec::bind_queue(m);
   coexec::bind_sender(m);

@@ -8,6 +8,7 @@
 #include "location.h"
 #include "meta.h"
 #include "pointer_map.h"
+#include "recycled.h"
 #include "runner.h"
 #include "slots.h"
 #include "waiting.h"
@@ -63,9 +64,9 @@ struct WalkerNames {
   py::object symbol, record, grad_record, produced;
   py::dict treatments;                                              // of functions that are no events
   Slot at, checked, exposed, inputs;                                // of an Iteration
-  Slot tensor, binding, meta, history;                              // of a Symbol
+  SymbolSlots of_symbol;
+  RecordSlots of_record;
   Slot requires_grad, is_leaf;                                      // of a TensorMeta
-  Slot node, key, ambient, tokens, numbers, location, exposure;     // of an EventRecord
   Slot leaf, value;                                                 // of a GradRecord
   Slot event, output;                                               // of a Produced
 };
@@ -178,7 +179,10 @@ class Walker : public Answering {
   Walker(const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children, WalkerNames names,
          py::function ambient, std::vector<std::pair<int64_t, int64_t>> ranges)
       : names_(std::move(names)), ambient_(std::move(ambient)), children_(nodes.size() + 1), ranges_(std::move(ranges)) {
-    for (const auto& d : nodes) nodes_.push_back(make_node(d.cast<py::dict>()));
+    for (const auto& d : nodes) {
+      nodes_.push_back(make_node(d.cast<py::dict>()));
+      left_.emplace_back(nodes_.back().output_metas.size());
+    }
     for (const auto& [node, following] : children) children_.at(node - kStart) = following;
   }
 
@@ -204,16 +208,29 @@ class Walker : public Answering {
     captured_ = iteration_.attr("captured");
     runner_ = runner;
     outermost_ = std::move(outermost);
-    made_.clear();
+    symbol_of_.clear();
+    made_ = std::make_shared<Made>();
   }
 
-  void end() {
-    made_.clear();
+  // Returns what the iteration has made, for `reuse`.
+  std::shared_ptr<Made> end() {
+    symbol_of_.clear();
     for (auto* o : {&iteration_, &symbols_, &placeholders_, &externals_, &fed_, &path_, &records_, &late_, &grads_, &captured_,
                     &outermost_, &check_memory_}) {
       *o = py::none();
     }
     runner_ = nullptr;
+    return std::exchange(made_, nullptr);
+  }
+
+  // What an iteration has made, and does not need any more, may be used by those that begin later.
+  void reuse(Made& made) {
+    for (auto& [node, output, placeholder] : std::exchange(made.placeholders, {})) {
+      left_[node].take(std::move(placeholder), output, names_.of_symbol, nodes_[node].output_metas[output]);
+    }
+    for (auto& [node, record] : std::exchange(made.records, {})) {
+      left_[node].take(std::move(record), names_.of_record, names_.produced.ptr());
+    }
   }
 
   // Has executed locations begin below another frame.
@@ -307,6 +324,12 @@ class Walker : public Answering {
     return step(function, args, kwargs);
   }
 
+  bool is_passive(PyObject* function) const override {
+    PyObject* treatment = PyDict_GetItemWithError(names_.treatments.ptr(), function);
+    if (!treatment && PyErr_Occurred()) throw py::error_already_set();
+    return treatment && static_cast<Treatment>(PyLong_AsLong(treatment)) == Treatment::Call;
+  }
+
  private:
   static py::object checked(PyObject* made) {
     if (!made) throw py::error_already_set();
@@ -353,7 +376,7 @@ class Walker : public Answering {
     }
     PyObject* symbol = symbol_of(token);
     if (!symbol) throw std::runtime_error("a gradient was produced by no event");
-    return py::reinterpret_borrow<py::object>(names_.tensor.get(symbol));
+    return py::reinterpret_borrow<py::object>(names_.of_symbol.tensor.get(symbol));
   }
 
   // Answers an event if it is a simple one; else it has changed nothing, and answers NotImplemented.
@@ -400,11 +423,11 @@ class Walker : public Answering {
       PyObject* symbol = symbol_for(tensor);
       symbolic_.push_back(symbol != nullptr);
       if (symbol) {
-        if (!equal(names_.meta.get(symbol), node.metas[i].python.ptr()) &&
-            !fits_made(node.metas[i], names_.meta.get(symbol), THPVariable_Unpack(tensor))) {
+        if (!equal(names_.of_symbol.meta.get(symbol), node.metas[i].python.ptr()) &&
+            !fits_made(node.metas[i], names_.of_symbol.meta.get(symbol), THPVariable_Unpack(tensor))) {
           return false;
         }
-        found_.push_back(py::reinterpret_borrow<py::object>(names_.binding.get(symbol)));
+        found_.push_back(py::reinterpret_borrow<py::object>(names_.of_symbol.binding.get(symbol)));
       } else {
         if (!THPVariable_CheckExact(tensor)) return false;
         const at::Tensor& external = THPVariable_Unpack(tensor);
@@ -497,10 +520,21 @@ class Walker : public Answering {
     return true;
   }
 
-  at::Tensor hollow(const Meta& meta) const {
-    if (!meta.varies) return meta.hollow();
-    return meta.hollow(*values_of(meta.shape_sizes, symbols()), *values_of(meta.stride_sizes, symbols()),
-                       *meta.offset_size.value(symbols()));
+  // A placeholder for an output; its symbol says what it looks like, not yet what it is.
+  Placeholder make(const Node& node, size_t output) {
+    const Meta& meta = node.output_metas[output];
+    Placeholder made =
+        meta.varies ? make(node, output, *values_of(meta.shape_sizes, symbols()),
+                           *values_of(meta.stride_sizes, symbols()), *meta.offset_size.value(symbols()))
+                    : make(node, output, meta.shape, meta.stride, meta.offset);
+    names_.of_symbol.meta.set(made.symbol.ptr(), meta.python.ptr());
+    return made;
+  }
+
+  Placeholder make(const Node& node, size_t output, at::IntArrayRef shape, at::IntArrayRef stride, int64_t offset) {
+    Placeholder left = left_[node.id].placeholder(output, names_.of_symbol, shape, stride, offset);
+    if (left.symbol) return left;
+    return make_placeholder(node.output_metas[output], names_.symbol.ptr(), names_.of_symbol, shape, stride, offset);
   }
 
   static bool feeds_no_copy(const Alternative& alternative) {
@@ -566,8 +600,8 @@ class Walker : public Answering {
       } else if (leaf.fed) {
         tensor = PyDict_GetItemWithError(fed_.ptr(), leaf.fed.ptr());
       } else if (PyObject* symbol = symbol_of(leaf.produced.ptr())) {
-        tensor = names_.tensor.get(symbol);
-        token = py::reinterpret_borrow<py::object>(names_.binding.get(symbol));
+        tensor = names_.of_symbol.tensor.get(symbol);
+        token = py::reinterpret_borrow<py::object>(names_.of_symbol.binding.get(symbol));
       }
       if (!tensor || tensor == Py_None) return false;
       if (!token) token = py::reinterpret_borrow<py::object>(tensor);
@@ -613,8 +647,8 @@ class Walker : public Answering {
 
   // The symbol of a placeholder, borrowed; null for another tensor.
   PyObject* symbol_for(PyObject* tensor) const {
-    PyObject* symbol = made_.find(tensor);
-    if (symbol || PyDict_GET_SIZE(symbols_.ptr()) == static_cast<Py_ssize_t>(made_.size())) return symbol;
+    PyObject* symbol = symbol_of_.find(tensor);
+    if (symbol || PyDict_GET_SIZE(symbols_.ptr()) == static_cast<Py_ssize_t>(symbol_of_.size())) return symbol;
     return lookup(symbols_, tensor);
   }
 
@@ -637,24 +671,19 @@ class Walker : public Answering {
   py::object take(const Node& node, const Alternative& alternative, int64_t at) {
     for (const auto& [symbol, value] : new_symbols_) runner_->bind(symbol, value);
     send_path(node, alternative, at);
-    py::tuple tokens(found_.size() + implicit_.size()), numbers(arguments_.numbers.size());
+    tokens_.clear();
     for (size_t i = 0; i < found_.size(); ++i) {
       py::handle tensor(arguments_.tensors[i]);
-      PyTuple_SET_ITEM(tokens.ptr(), i, Py_NewRef(symbolic_[i] ? found_[i].ptr() : tensor.ptr()));
+      tokens_.push_back(symbolic_[i] ? found_[i].ptr() : tensor.ptr());
       if (!found_[i] && !lookup(externals_, tensor.ptr())) {
         externals_[id_of(tensor.ptr())] = alternative.bindings[i];
         fed_[alternative.bindings[i]] = tensor;
       }
     }
-    for (size_t i = 0; i < implicit_.size(); ++i) {
-      PyTuple_SET_ITEM(tokens.ptr(), found_.size() + i, Py_NewRef(implicit_[i].ptr()));
-    }
+    for (const py::object& token : implicit_) tokens_.push_back(token.ptr());
+    py::object record = make_record(node);
+    py::object tokens = py::reinterpret_borrow<py::object>(names_.of_record.tokens.get(record.ptr()));
     send_values(node, alternative);
-    for (size_t i = 0; i < arguments_.numbers.size(); ++i) {
-      PyTuple_SET_ITEM(numbers.ptr(), i, Py_NewRef(arguments_.numbers[i]));
-    }
-    untrack(tokens.ptr());
-    untrack(numbers.ptr());
     py::object before = py::reinterpret_borrow<py::object>(names_.at.get(iteration_.ptr()));
     names_.at.set(iteration_.ptr(), node.id_object.ptr());
     if (PyList_Append(path_.ptr(), alternative.step.ptr()) < 0) throw py::error_already_set();
@@ -665,8 +694,8 @@ class Walker : public Answering {
       if (PyList_SetSlice(path_.ptr(), length - 1, length, nullptr) < 0) throw py::error_already_set();
       return py::reinterpret_borrow<py::object>(Py_NotImplemented);  // Python meets the failure again
     }
-    py::object record = make_record(node, tokens, numbers);
     if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
+    made_->records.push_back({static_cast<size_t>(node.id), std::move(record)});
     if (!node.fetches.empty()) return fetched;
     c10::SmallVector<py::object, 4> outputs;
     for (size_t i = 0; i < node.output_metas.size(); ++i) {
@@ -676,21 +705,21 @@ class Walker : public Answering {
         tensor = py::reinterpret_borrow<py::object>(arguments_.tensors[rebound->second]);
         symbol = py::reinterpret_borrow<py::object>(symbol_for(tensor.ptr()));
       } else {
-        tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(hollow(node.output_metas[i])));
-        symbol = make_instance(names_.symbol.ptr());
-        names_.tensor.set(symbol.ptr(), tensor.ptr());
-        names_.meta.set(symbol.ptr(), node.output_metas[i].python.ptr());
-        put(symbols_, id_of(tensor.ptr()), symbol);
-        made_.insert(tensor.ptr(), symbol.ptr());
+        Placeholder placeholder = make(node, i);
+        symbol = placeholder.symbol;
+        tensor = py::reinterpret_borrow<py::object>(names_.of_symbol.tensor.get(symbol.ptr()));
+        put(symbols_, placeholder.id, symbol);
+        symbol_of_.insert(tensor.ptr(), symbol.ptr());
+        made_->placeholders.push_back({static_cast<size_t>(node.id), i, std::move(placeholder)});
       }
-      names_.binding.set(symbol.ptr(), node.output_bindings[i].ptr());
-      names_.history.set(symbol.ptr(), node.output_histories[i].ptr());
+      names_.of_symbol.binding.set(symbol.ptr(), node.output_bindings[i].ptr());
+      names_.of_symbol.history.set(symbol.ptr(), node.output_histories[i].ptr());
       put(placeholders_, node.output_places[i], symbol);
       outputs.push_back(std::move(tensor));
     }
     for (const auto& [leaf, output] : node.grads) {
       PyObject* token = PyTuple_GET_ITEM(tokens.ptr(), leaf);
-      PyObject* tensor = THPVariable_Check(token) ? token : names_.tensor.get(symbol_of(token));
+      PyObject* tensor = THPVariable_Check(token) ? token : names_.of_symbol.tensor.get(symbol_of(token));
       put(grads_, id_of(tensor),
           py::reinterpret_steal<py::object>(PyTuple_Pack(2, token, node.output_bindings[output].ptr())));
     }
@@ -790,15 +819,20 @@ class Walker : public Answering {
     return true;
   }
 
-  py::object make_record(const Node& node, const py::tuple& tokens, const py::tuple& numbers) const {
-    py::object record = make_instance(names_.record.ptr());
-    names_.node.set(record.ptr(), node.node.ptr());
-    names_.key.set(record.ptr(), node.key.ptr());
-    names_.ambient.set(record.ptr(), node.ambient.ptr());
-    names_.tokens.set(record.ptr(), tokens.ptr());
-    names_.numbers.set(record.ptr(), numbers.ptr());
-    names_.location.set(record.ptr(), node.location_object.ptr());
-    names_.exposure.set(record.ptr(), Py_None);
+  // The record of a call with `tokens_` and the arguments' numbers.
+  py::object make_record(const Node& node) {
+    const RecordSlots& slots = names_.of_record;
+    py::object record = left_[node.id].record();
+    if (!record) {
+      record = make_instance(names_.record.ptr());
+      slots.node.set(record.ptr(), node.node.ptr());
+      slots.key.set(record.ptr(), node.key.ptr());
+      slots.ambient.set(record.ptr(), node.ambient.ptr());
+      slots.location.set(record.ptr(), node.location_object.ptr());
+      slots.exposure.set(record.ptr(), Py_None);
+    }
+    slots.tokens.set(record.ptr(), tuple_of(tokens_, slots.tokens.get(record.ptr())).ptr());
+    slots.numbers.set(record.ptr(), tuple_of(arguments_.numbers, slots.numbers.get(record.ptr())).ptr());
     return record;
   }
 
@@ -825,7 +859,10 @@ class Walker : public Answering {
   std::vector<py::object> found_;  // the binding of each tensor argument; null for one that is new
   std::vector<py::object> implicit_;  // the leaves and gradients of a backward pass, as a record has them
   std::vector<bool> symbolic_;     // of each tensor argument: whether it is a placeholder
-  PointerMap made_;  // the symbol of each placeholder that was made here; Python makes others
+  std::vector<PyObject*> tokens_;  // of a call, borrowed
+  PointerMap<PyObject> symbol_of_;  // the symbol of each placeholder that was made here; Python makes others
+  std::shared_ptr<Made> made_;
+  std::vector<Left> left_;  // of each node
   double stall_s_ = 0;             // in fetches of this iteration
   bool watched_ = false;           // somebody times the fetches
   bool ahead_ = false;             // the iteration before this one is not finished
@@ -846,20 +883,13 @@ WalkerNames walker_names_from(const py::dict& d) {
   n.checked = Slot(iteration, "checked");
   n.exposed = Slot(iteration, "exposed");
   n.inputs = Slot(iteration, "inputs");
-  n.tensor = Slot(n.symbol, "tensor");
-  n.binding = Slot(n.symbol, "binding");
-  n.meta = Slot(n.symbol, "meta");
-  n.history = Slot(n.symbol, "history");
+  n.of_symbol = {Slot(n.symbol, "tensor"), Slot(n.symbol, "binding"), Slot(n.symbol, "meta"),
+                 Slot(n.symbol, "history")};
   py::object meta = d["TensorMeta"];
   n.requires_grad = Slot(meta, "requires_grad");
   n.is_leaf = Slot(meta, "is_leaf");
-  n.node = Slot(n.record, "node");
-  n.key = Slot(n.record, "key");
-  n.ambient = Slot(n.record, "ambient");
-  n.tokens = Slot(n.record, "tokens");
-  n.numbers = Slot(n.record, "numbers");
-  n.location = Slot(n.record, "location");
-  n.exposure = Slot(n.record, "exposure");
+  n.of_record = {Slot(n.record, "node"),    Slot(n.record, "key"),      Slot(n.record, "ambient"), Slot(n.record, "tokens"),
+                 Slot(n.record, "numbers"), Slot(n.record, "location"), Slot(n.record, "exposure")};
   n.leaf = Slot(n.grad_record, "leaf");
   n.value = Slot(n.grad_record, "value");
   n.event = Slot(n.produced, "event");
@@ -937,6 +967,7 @@ bool have_own_memory(const py::list& captured, const py::tuple& bound, const py:
 }  // namespace
 
 void bind_walker(py::module_& m) {
+  py::class_<Made, std::shared_ptr<Made>>(m, "Made");
   py::class_<Walker, Answering>(m, "Walker")
       .def(py::init([](const py::list& nodes, const std::unordered_map<int64_t, std::vector<int64_t>>& children,
                        const py::dict& names, const py::function& ambient,
@@ -945,6 +976,7 @@ void bind_walker(py::module_& m) {
       }))
       .def("begin", &Walker::begin)
       .def("end", &Walker::end)
+      .def("reuse", &Walker::reuse)
       .def("locate_below", &Walker::locate_below)
       .def("run_ahead", &Walker::run_ahead)
       .def("forget_gradients", &Walker::forget_gradients)

@@ -117,6 +117,7 @@ class PythonRunner(EnteredNatively):
         self.exclusive = exclusive and native and all(is_pending(t) or is_exclusive(t) for t in bound)
         self.graph_runner.begin(skeleton.program, bound, not lazy)
         self._walker: Any = None
+        self._made: Any = None  # by the walker, in this iteration
         if isinstance(graph_runner, NativeRunner):
             self._walker = skeleton.walker
             self._walker.begin(
@@ -196,6 +197,7 @@ class PythonRunner(EnteredNatively):
     def fall_back(self, mismatch: Mismatch) -> None:
         """Makes the iteration eager; placeholders are real tensors when this returns."""
         self._let_go()
+        self._made = None
         self._eager = self._call  # if the replay raises, the rest of the block runs as it is
         if self._put_back is not None:
             self._put_back()
@@ -300,14 +302,17 @@ class PythonRunner(EnteredNatively):
             vars(self).pop(part, None)
 
     def forget(self) -> None:
-        """Drops everything that the iteration holds."""
+        """Drops everything that the iteration holds; what nobody refers to then, a later iteration uses."""
         self._let_go()
         self.iteration = Iteration()
+        made, self._made = self._made, None
+        if made is not None:
+            self.skeleton.walker.reuse(made)
 
     def _let_go(self) -> None:
         if self._walker is not None:
             self.stall_s += self._walker.stall_s()
-            self._walker.end()
+            self._made = self._walker.end()
             self._walker = None
             if self.entered:
                 self.lead(None)

@@ -7,13 +7,16 @@ Out: a `Walker` that can be a mode's `__torch_function__`, and leaves to Python 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
+from types import MethodWrapperType
 from typing import Any
 
 import torch
 
 from coexec._native import core
+from coexec._private import operator_methods
 from coexec.runners.iteration import Iteration
 from coexec.runners.placeholder import Symbol
 from coexec.runners.records import EventRecord, GradRecord
@@ -84,6 +87,7 @@ def make_walker(
     """
     if core is None:
         return None
+    _shorten(n.function for n in graph.nodes)
     into: dict[int, dict[int, list[int]]] = {}
     for (source, target), messages in program.edges.items():
         into.setdefault(target, {})[source] = list(messages)
@@ -99,6 +103,13 @@ def make_walker(
     ranges = [(s.low, s.high) for s in graph.symbols]
     following = {s: [n.id for n in t] for s, t in children.items()}
     return core.Walker(nodes, following, NAMES, ambient, ranges)
+
+
+def _shorten(functions: Iterable[Any]) -> None:
+    """Has calls of these functions, and of those that are no events, reach the walker on a short way."""
+    known = itertools.chain(functions, _TREATMENTS, operator_methods())
+    # The getters among them (`Tensor.shape.__get__`) are of a property.
+    core.shorten([f.__self__ if isinstance(f, MethodWrapperType) else f for f in known])
 
 
 def _node(
