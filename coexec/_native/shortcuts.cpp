@@ -4,9 +4,11 @@
 #include "pointer_map.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/python_torch_function_mode.h>
 
 #include <array>
+#include <cstring>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -18,14 +20,15 @@ namespace {
 
 enum class Known { Nothing, Function, Never };
 
-// One of PyTorch's C functions: of a method of tensors, a property of tensors, or a function. It lives as long as the
-// process.
+// One of PyTorch's C functions: of a method of tensors, a property of tensors, their `x[key]`, or a function. It lives as
+// long as the process.
 struct Shortcut {
   PyMethodDef* method = nullptr;
   PyCFunction called = nullptr;  // by the method
   PyGetSetDef* property = nullptr;
   getter read = nullptr;
   void* closure = nullptr;
+  binaryfunc subscript = nullptr;
   PyObject* builtin = nullptr;
   Known known = Known::Nothing;
   PyObject* function = nullptr;  // what PyTorch hands to a mode
@@ -42,8 +45,8 @@ PointerMap<Shortcut>& builtins() {
   return *instance;
 }
 
-// A call whose way to a mode is watched. `self` is the tensor of a method or a property; the arguments of a method
-// without, or with one, are as Python hands them over.
+// A call whose way to a mode is watched. `self` is the tensor, but for a function; where there is one argument, `args` is
+// that, and where there is none, nothing.
 struct Watched {
   Shortcut& shortcut;
   PyObject *self, *args, *kwargs;
@@ -71,13 +74,15 @@ bool skips_next() {
   }
 }
 
-Answering* answering() {
+// Who is to be asked first; null if PyTorch's way is to be taken.
+Answering* who_answers() {
   if (!at::impl::torch_function_mode_enabled() || skips_next<at::impl::PythonTorchFunctionTLS>()) return nullptr;
   return inmost_answering();
 }
 
 PyObject* original(const Shortcut& s, PyObject* self, PyObject* args, PyObject* kwargs) {
   if (s.property) return s.read(self, s.closure);
+  if (s.subscript) return s.subscript(self, args);
   if (s.builtin) return PyCFunction_Type.tp_call(s.builtin, args, kwargs);
   if (s.method->ml_flags & METH_KEYWORDS) {
     return reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(s.called))(self, args, kwargs);
@@ -91,7 +96,7 @@ void each_argument(const Shortcut& s, PyObject* self, PyObject* args, const Visi
   Py_ssize_t place = 0;
   if (!s.builtin) visit(place++, self);
   if (s.property || (s.method && s.method->ml_flags & METH_NOARGS)) return;
-  if (s.method && s.method->ml_flags & METH_O) {
+  if (s.subscript || (s.method && s.method->ml_flags & METH_O)) {
     visit(place, args);
     return;
   }
@@ -104,13 +109,13 @@ Py_ssize_t count_of(const Shortcut& s, PyObject* self, PyObject* args) {
   return count;
 }
 
-PyObject* ask(const Shortcut& s, Answering& answering, PyObject* self, PyObject* args, PyObject* kwargs) {
+PyObject* ask(const Shortcut& s, Answering& who, PyObject* self, PyObject* args, PyObject* kwargs) {
   try {
     py::tuple all(count_of(s, self, args));
     each_argument(s, self, args,
                   [&](Py_ssize_t i, PyObject* argument) { PyTuple_SET_ITEM(all.ptr(), i, Py_NewRef(argument)); });
     torch::overrides::StashTorchFunctionModeGuard others;
-    return answering.answer(s.function, all.ptr(), kwargs ? kwargs : Py_None).release().ptr();
+    return who.answer(s.function, all.ptr(), kwargs ? kwargs : Py_None).release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const std::exception& error) {
@@ -120,8 +125,8 @@ PyObject* ask(const Shortcut& s, Answering& answering, PyObject* self, PyObject*
 }
 
 PyObject* call(Shortcut& s, PyObject* self, PyObject* args, PyObject* kwargs) {
-  Answering* mode = s.known == Known::Never ? nullptr : answering();
-  if (!mode) return original(s, self, args, kwargs);
+  Answering* who = s.known == Known::Never ? nullptr : who_answers();
+  if (!who) return original(s, self, args, kwargs);
   if (s.known == Known::Nothing) {
     Watched call{s, self, args, kwargs};
     Set<Watched> here(watched, &call);
@@ -131,7 +136,7 @@ PyObject* call(Shortcut& s, PyObject* self, PyObject* args, PyObject* kwargs) {
     torch::overrides::StashTorchFunctionModeGuard others;
     return original(s, self, args, kwargs);
   }
-  PyObject* answered = ask(s, *mode, self, args, kwargs);
+  PyObject* answered = ask(s, *who, self, args, kwargs);
   if (answered != Py_NotImplemented) return answered;
   Py_DECREF(answered);
   Set<PyObject> once(declined, s.function);
@@ -147,6 +152,10 @@ template <size_t index>
 PyObject* without_keywords(PyObject* self, PyObject* args) {
   return call(*methods[index], self, args, nullptr);
 }
+
+Shortcut subscripts;
+
+PyObject* subscript(PyObject* self, PyObject* key) { return call(subscripts, self, key, nullptr); }
 
 PyObject* called_builtin(PyObject* function, PyObject* const* args, size_t count, PyObject* names) {
   Py_ssize_t positional = PyVectorcall_NARGS(count);
@@ -202,6 +211,18 @@ void shorten(PyCFunctionObject* function) {
   function->vectorcall = &called_builtin;
 }
 
+// Types have the C function of `x[key]` from the type that defines it, unless they define another one.
+void shorten(PyWrapperDescrObject* wrapper) {
+  if (std::strcmp(wrapper->d_base->name, "__getitem__") != 0) return;
+  auto original = reinterpret_cast<binaryfunc>(wrapper->d_wrapped);
+  for (PyObject* cls : {THPVariableClass, ParameterClass}) {
+    PyMappingMethods* methods = reinterpret_cast<PyTypeObject*>(cls)->tp_as_mapping;
+    if (methods->mp_subscript != original) continue;
+    subscripts.subscript = original;
+    methods->mp_subscript = &subscript;
+  }
+}
+
 bool is_property(PyObject* object) { return Py_TYPE(object) == &PyGetSetDescr_Type; }
 
 void shorten(const py::handle& function) {
@@ -212,6 +233,8 @@ void shorten(const py::handle& function) {
     shorten(reinterpret_cast<PyCFunctionObject*>(object));
   } else if (is_property(object)) {
     shorten(reinterpret_cast<PyGetSetDescrObject*>(object)->d_getset);
+  } else if (Py_TYPE(object) == &PyWrapperDescr_Type) {
+    shorten(reinterpret_cast<PyWrapperDescrObject*>(object));
   }
 }
 
@@ -233,6 +256,10 @@ bool is_behind(const Shortcut& s, PyObject* function) {
            name_of(function) == "__get__";
   }
   if (s.builtin) return function == s.builtin;
+  if (s.subscript) {
+    return Py_TYPE(function) == &PyWrapperDescr_Type &&
+           reinterpret_cast<PyWrapperDescrObject*>(function)->d_wrapped == reinterpret_cast<void*>(s.subscript);
+  }
   return Py_TYPE(function) == &PyMethodDescr_Type &&
          (reinterpret_cast<PyMethodDescrObject*>(function)->d_method == s.method ||
           is_operator(s.method->ml_name, name_of(function)));
