@@ -182,7 +182,13 @@ def test_disabled_torch_functions_stay_disabled():
 
 def test_functions_are_found_where_they_were_put():
     functions = [torch.relu, torch.add, torch.Tensor.add, torch.Tensor.t, torch.Tensor.__add__, F.linear]
-    functions += [torch.Tensor.__getitem__, torch.Tensor.shape, torch.Tensor.shape.__get__, torch._C._set_grad_enabled, torch.Tensor.T]
+    functions += [
+        torch.Tensor.__getitem__,
+        torch.Tensor.shape,
+        torch.Tensor.shape.__get__,
+        torch._C._set_grad_enabled,
+        torch.Tensor.T,
+    ]
     found = {f: i for i, f in enumerate(functions)}
     core.shorten(functions)
     used()
