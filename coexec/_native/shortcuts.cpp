@@ -196,8 +196,9 @@ void shorten(PyMethodDef* method) {
   method->ml_meth = function_at(method_count++, kind & METH_KEYWORDS, std::make_index_sequence<kMost>());
 }
 
+// What sets a property gets the same closure, so it must not use it; PyTorch's have none.
 void shorten(PyGetSetDef* property) {
-  if (!property->get || !is_new(property)) return;
+  if (!property->get || (property->set && property->closure) || !is_new(property)) return;
   property->closure = new Shortcut{.property = property, .read = property->get, .closure = property->closure};
   property->get = &read;
 }
