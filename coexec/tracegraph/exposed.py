@@ -50,9 +50,15 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same bits."""
     a, b = _real(a), _real(b)
     bits = _BITS[a.element_size()]
-    if a.is_contiguous() and b.is_contiguous() and a.numel() * a.element_size() % 8 == 0:
+    if _is_whole_words(a) and _is_whole_words(b):
         a, b, bits = a.view(-1), b.view(-1), torch.int64  # fewer, larger numbers
     return torch.equal(a.view(bits), b.view(bits))
+
+
+def _is_whole_words(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be viewed as numbers of eight bytes: it begins and ends with one of its memory."""
+    begins, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and begins % 8 == 0 and size % 8 == 0
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import coexec
 from coexec.tracegraph import copies
 from coexec.tracegraph.copies import copied, overwrite
+from coexec.tracegraph.exposed import expose
 from tests.coexec.harness import coexecuted, compare, native
 
 #: Views of a matrix of 66 rows and 211 columns.
@@ -212,3 +213,29 @@ def test_a_copy_of_a_parameter_needs_no_gradient(core):
 
     assert not made.requires_grad
     assert made.stride() == (6, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.uint8])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_arrays_are_compared_wherever_in_memory_they_begin(first, rows, dtype):
+    memory = torch.ones(rows, 12).to(dtype)
+    array = memory.numpy()
+    tensor = memory[:, first : first + 8]
+
+    exposure = expose(tensor, tensor)
+    assert not exposure.written
+
+    array[:, first + 7] = 2
+    assert exposure.written == (rows > 0)
+
+
+def test_one_row_of_an_array_is_fed_from_wherever_it_begins():
+    def step(s, k, tape):
+        s.array = torch.randn(1, 8).numpy()
+        x = torch.from_numpy(s.array)[:, 1:5]
+        with tape():
+            s.w.grad = None
+            (s.w * x.sum()).sum().backward()
+
+    assert coexecuted(compare(weight, step, 8), 5)
