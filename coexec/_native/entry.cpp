@@ -102,27 +102,26 @@ py::object attach(const py::object& mode, py::object python) {
   return method;
 }
 
-// The function mode that the next call goes to; null if that is none of ours.
-PyObject* own_mode() {
+// Of the function mode that the next call goes to; null if that is none of ours.
+Entry* own_entry() {
   if (!at::impl::torch_function_mode_enabled()) return nullptr;
   int64_t inmost = at::impl::PythonTorchFunctionTLS::stack_len() - 1;
-  PyObject* mode = at::impl::PythonTorchFunctionTLS::get_stack_at(inmost)->ptr(getPyInterpreter());
-  return find(mode) ? mode : nullptr;
+  return find(at::impl::PythonTorchFunctionTLS::get_stack_at(inmost)->ptr(getPyInterpreter()));
 }
 
 }  // namespace
 
 Answering* inmost_answering() {
-  PyObject* mode = own_mode();
-  return mode ? find(mode)->answering : nullptr;
+  Entry* entry = own_entry();
+  return entry ? entry->answering : nullptr;
 }
 
 namespace {
 
 // handle_torch_function(function, relevant arguments, *args, **kwargs)
 PyObject* handle_torch_function(PyObject* original, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  PyObject* mode = count < 2 ? nullptr : own_mode();
-  if (!mode) return PyObject_Vectorcall(original, args, count, names);
+  Entry* entry = count < 2 ? nullptr : own_entry();
+  if (!entry) return PyObject_Vectorcall(original, args, count, names);
   try {
     py::tuple positional(count - 2);
     for (Py_ssize_t i = 2; i < count; ++i) PyTuple_SET_ITEM(positional.ptr(), i - 2, Py_NewRef(args[i]));
@@ -135,7 +134,7 @@ PyObject* handle_torch_function(PyObject* original, PyObject* const* args, Py_ss
     }
     torch::overrides::StashTorchFunctionModeGuard others;
     // None of our modes looks at the types.
-    py::object answered = answer(mode, args[0], py::tuple().ptr(), positional.ptr(), keywords.ptr());
+    py::object answered = answer(entry->mode, args[0], py::tuple().ptr(), positional.ptr(), keywords.ptr());
     if (answered.ptr() != Py_NotImplemented) return answered.release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();

@@ -76,8 +76,7 @@ bool skips_next() {
 
 // Who is to be asked first; null if PyTorch's way is to be taken.
 Answering* who_answers() {
-  if (!at::impl::torch_function_mode_enabled() || skips_next<at::impl::PythonTorchFunctionTLS>()) return nullptr;
-  return inmost_answering();
+  return skips_next<at::impl::PythonTorchFunctionTLS>() ? nullptr : inmost_answering();
 }
 
 PyObject* original(const Shortcut& s, PyObject* self, PyObject* args, PyObject* kwargs) {

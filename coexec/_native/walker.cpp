@@ -317,20 +317,23 @@ class Walker : public Answering {
   }
 
   py::object answer(PyObject* function, PyObject* args, PyObject* kwargs) override {
-    if (PyObject* treatment = PyDict_GetItemWithError(names_.treatments.ptr(), function)) {
-      return treat(static_cast<Treatment>(PyLong_AsLong(treatment)), function, args, kwargs);
-    }
-    if (PyErr_Occurred()) throw py::error_already_set();
-    return step(function, args, kwargs);
+    std::optional<Treatment> treatment = treatment_of(function);
+    return treatment ? treat(*treatment, function, args, kwargs) : step(function, args, kwargs);
   }
 
   bool is_passive(PyObject* function) const override {
-    PyObject* treatment = PyDict_GetItemWithError(names_.treatments.ptr(), function);
-    if (!treatment && PyErr_Occurred()) throw py::error_already_set();
-    return treatment && static_cast<Treatment>(PyLong_AsLong(treatment)) == Treatment::Call;
+    return treatment_of(function) == Treatment::Call;
   }
 
  private:
+  // What is done with a function; none if it is an event.
+  std::optional<Treatment> treatment_of(PyObject* function) const {
+    PyObject* treatment = PyDict_GetItemWithError(names_.treatments.ptr(), function);
+    if (treatment) return static_cast<Treatment>(PyLong_AsLong(treatment));
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return std::nullopt;
+  }
+
   static py::object checked(PyObject* made) {
     if (!made) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(made);
