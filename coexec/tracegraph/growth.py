@@ -13,11 +13,25 @@ from coexec.tracegraph.trace import Trace
 
 #: A trace recombines what others had if at most one of so many of its events is new.
 ONE_NEW_IN = 5
+#: Traces that are enough if the latest differs from those before it in numbers alone.
+ENOUGH = 3
 
 
 def covered(before: TraceGraph | None, after: TraceGraph) -> bool:
-    """Whether there was nothing in a trace that the graph did not have."""
-    return after.general or (before is not None and _shape(before) == _shape(after))
+    """Whether there was nothing in a trace that the graph did not have, or only another value of a number."""
+    if before is None or after.general:
+        return after.general
+    return _shape(before) == _shape(after) or _only_numbers_vary(before, after)
+
+
+def _only_numbers_vary(before: TraceGraph, after: TraceGraph) -> bool:
+    """Whether numbers vary that never did before: from now on they may be any.
+
+    In the first traces more than that is new, and shows in the next one.
+    """
+    if after.traces < ENOUGH or before.symbols != after.symbols:
+        return False
+    return _shape(before, with_numbers=False) == _shape(after, with_numbers=False)
 
 
 def recombines(before: TraceGraph, after: TraceGraph, trace: Trace) -> bool:
@@ -46,9 +60,10 @@ def differ(before: TraceGraph | None, after: TraceGraph | None) -> bool:
     return before.symbols != after.symbols or _shape(before) != _shape(after)
 
 
-def _shape(graph: TraceGraph) -> object:
+def _shape(graph: TraceGraph, *, with_numbers: bool = True) -> object:
     """What has to stay the same for a trace to count as covered."""
     nodes = tuple(
-        (n.name, n.numbers, len(n.alternatives), tuple(o.kept for o in n.outputs)) for n in graph.nodes
+        (n.name, with_numbers and n.numbers, len(n.alternatives), tuple(o.kept for o in n.outputs))
+        for n in graph.nodes
     )
     return nodes, dict(graph.edges)

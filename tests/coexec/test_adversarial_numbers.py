@@ -395,3 +395,23 @@ def test_an_index_out_of_range_is_an_error_though_nobody_looks_at_the_item():
                 x[(k + 1) % 2, 1]
 
     compare(linear, step, 20)
+
+
+def test_a_number_that_varies_is_known_to_vary_from_the_trace_on_that_shows_it():
+    def make():
+        s = linear()
+        s.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(s.optimizer, T_max=50)
+        return s
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            loss = s.model(x).square().mean()
+            train(s, loss)
+            s.schedule.step()
+        s.log.append(loss.item())
+
+    report = compare(make, step, 10)
+
+    # The first step makes the momentum, the second has it, and the third has another rate.
+    assert (report.traces, report.fallbacks, report.steps["co-execution"]) == (3, 0, 7), report.summary()

@@ -113,7 +113,8 @@ def test_no_frame_and_no_tensor_of_an_iteration_is_kept(mode, request):
 @native
 @pytest.mark.parametrize("every", [1000, 6], ids=["on the graph", "with fallbacks"])
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_no_result_waits_for_the_garbage_collector(synchronous, every):
+def test_no_result_waits_for_the_garbage_collector(monkeypatch, synchronous, every):
+    monkeypatch.setattr(coexec.options, "eager_if_faster", False)  # the last iteration is on the graph
     weight = torch.ones(7, 11, requires_grad=True)
     gc.collect()
     gc.disable()
