@@ -15,7 +15,6 @@ import enum
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -24,11 +23,12 @@ import torch
 from coexec import collector
 from coexec._native import core
 from coexec.dynamic.table import Table
-from coexec.executors import compile_in_background, make_program
+from coexec.executors import Made, compile_in_background, make_program
 from coexec.executors.background import Compilation
 from coexec.options import Options
 from coexec.pace import Choice, Pace, processors
 from coexec.reasons import Cause, cause
+from coexec.runners.captures import Captures, Found
 from coexec.runners.graph_runner import GraphRunner, make_graph_runner
 from coexec.runners.native import NativeRunner
 from coexec.runners.pending import Pending
@@ -132,7 +132,7 @@ class ProgramState:
     python_stall_ms: deque[float] = field(default_factory=_samples)
     running: bool = False
     pending: Pending | None = None  # an iteration that Python has left, and that is not finished
-    _captured: tuple[Callable[[], torch.Tensor | None], ...] = ()
+    _captures: Captures | None = None
     _compilation: Compilation | None = None
     _graph_runner: GraphRunner | None = None
     _second_graph_runner: GraphRunner | None = None
@@ -329,7 +329,9 @@ class ProgramState:
         if not self._narrowed:
             return
         log.info("%s: iteration %d: from here on only the latest ways", self.key, self.iteration)
-        if not self._starts_compiling(graph):
+        if self.options.background:
+            self._waits_for(compile_in_background(graph))
+        if not self.compiling:
             self._enter_coexecution()
 
     def _trim_memory(self) -> None:
@@ -342,14 +344,10 @@ class ProgramState:
         window = WINDOW_ALONE if core is None else WINDOW
         self.recent = [*self.recent[1 - window :], fell_back]
 
-    def captured_tensors(self) -> list[torch.Tensor | None] | None:
-        """The captured tensors of the next iteration; None if one of them is gone."""
-        assert self.skeleton is not None
-        tensors = [reference() for reference in self._captured]
-        gone = [i for i, tensor in enumerate(tensors) if tensor is None]
-        if any(i in self.skeleton.bound for i in gone):
-            return None
-        return tensors
+    def find_captured(self) -> Found | None:
+        """The captured tensors of the next iteration; None if one that is needed is gone."""
+        assert self._captures is not None
+        return self._captures.find()
 
     def lost_capture(self) -> None:
         """A captured tensor is gone: programs that replace it are traced again."""
@@ -476,21 +474,22 @@ class ProgramState:
         began = time.perf_counter()
         graph = live(self.graph, self._ways if self._narrowed else None, self.updates.apart)
         try:
-            program, why_aten = self._make_program(graph)
+            made = self._make_program(graph)
         except SharedShadow:
             self.give_up(cause("CX0115", "see the traces", self.key))
             return
         if self.options.check:
-            verify_program(graph, program)
-        if why_aten is not None:
+            verify_program(graph, made.program)
+        if made.why_aten is not None:
             if self._narrowed and self._compiles:
                 self._narrowed, self._returns = False, True  # what there is serves better
                 return
-            self.note(cause("CX0201", why_aten, self.key))
-        self._compiles = why_aten is None
-        self.skeleton = make_skeleton(graph, program)
-        self._captured = self.identities.references(graph.captured)
-        self._measure_ways(program)
+            self.note(cause("CX0201", made.why_aten, self.key))
+        self._compiles = made.why_aten is None
+        self.skeleton = make_skeleton(graph, made.program)
+        references = self.identities.references(graph.captured)
+        self._captures = Captures(references, self.skeleton.captured, self.skeleton.bound)
+        self._measure_ways(made.program)
         self.dynamic_cause = None
         self.compile_s.append(time.perf_counter() - began)
         self._move_to(Phase.COEXECUTION)
@@ -507,24 +506,19 @@ class ProgramState:
         if ways != self.on_graph.ways or not exact:
             self.on_graph = Pace(ways)
 
-    def _make_program(self, graph: TraceGraph) -> tuple[Program, str | None]:
+    def _make_program(self, graph: TraceGraph) -> Made:
         """The program of a graph; for the time being `aten`'s, if blocks are compiled later."""
-        if self.unsettled:
-            self.stop_compiling()
-        if self.unsettled or self._starts_compiling(graph):
-            return make_program(graph, "aten")[0], None
-        return make_program(graph, self.options.executor)
-
-    def _starts_compiling(self, graph: TraceGraph) -> bool:
-        """Has another process compile the blocks of a graph, if there are any to be compiled there."""
         self.stop_compiling()
-        if not (self._may_compile and self.options.background):
-            return False
-        self._compilation = compile_in_background(graph)
-        if self._compilation is None:
-            return False
-        log.info("%s: %d blocks are being compiled", self.key, self._compilation.blocks)
-        return True
+        if self.unsettled:
+            return make_program(graph, "aten")
+        made = make_program(graph, self.options.executor, background=self.options.background)
+        self._waits_for(made.compilation)
+        return made
+
+    def _waits_for(self, compilation: Compilation | None) -> None:
+        self._compilation = compilation
+        if compilation is not None:
+            log.info("%s: %d blocks are being compiled", self.key, compilation.blocks)
 
     @property
     def compiling(self) -> int:

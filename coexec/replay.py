@@ -34,16 +34,15 @@ class Replay:
 
     def __init__(self, key: str) -> None:
         state = next((s for s in all_states() if s.key == key), None)
-        captured = None if state is None or state.skeleton is None else state.captured_tensors()
-        if state is None or state.skeleton is None or captured is None:
+        found = None if state is None or state.skeleton is None else state.find_captured()
+        if state is None or state.skeleton is None or found is None:
             raise TapeError(f"no program {key!r} in the co-execution phase")
         self._skeleton = state.skeleton
         self._runner = make_graph_runner()
         self._symbols = {i: s.high // 2 for i, s in enumerate(self._skeleton.graph.symbols)}
         self._messages = list(_messages(self._skeleton.program, self._symbols.get))
-        tensors = [captured[i] for i in self._skeleton.program.captured]
         with torch.no_grad():
-            self._captured = [copied(t) for t in tensors if t is not None]
+            self._captured = [copied(t) for t in found.bound]
 
     def start(self) -> None:
         """Begins one execution, with everything that Python would send, and returns at once."""

@@ -1,8 +1,10 @@
 // Python bindings, and the operators through which a compiled block feeds and fetches.
 #include "apply.h"
 #include "bypass.h"
+#include "captures.h"
 #include "draws.h"
 #include "entry.h"
+#include "gradients.h"
 #include "kept_memory.h"
 #include "kernel_threads.h"
 #include "kernels.h"
@@ -168,6 +170,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("release_kernel_threads", &coexec::release_kernel_threads);
   coexec::bind_apply(m);
   coexec::bind_bypass(m);
+  coexec::bind_captures(m);
+  coexec::bind_gradients(m);
   coexec::bind_kept_memory(m);
   coexec::bind_kernels(m);
   coexec::bind_library(m);

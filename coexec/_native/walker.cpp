@@ -4,6 +4,7 @@
 #include "float_control.h"
 #include "calls.h"
 #include "entry.h"
+#include "gradients.h"
 #include "layout.h"
 #include "location.h"
 #include "meta.h"
@@ -21,6 +22,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -71,6 +73,15 @@ struct WalkerNames {
   Slot event, output;                                               // of a Produced
 };
 
+// The state around calls as Python has it, and whether a node's state (by address) is equal to it.
+struct AmbientState {
+  py::object state;
+  std::unordered_map<PyObject*, bool> matches;
+};
+
+// So many are kept: a program goes to and fro between a few.
+constexpr size_t kMostAmbients = 16;
+
 // Where an iteration begins; the number is that of coexec.tracegraph.graph.
 constexpr int64_t kStart = -1;
 
@@ -96,6 +107,7 @@ struct Node {
   std::vector<Size> watched;  // what it does depends on these
   py::object known;           // the set of their values for which that is known
   std::vector<py::object> output_bindings, output_histories, output_places;
+  std::vector<int64_t> plain;  // the register that is an output of no autograd history and on memory of its own, or -1
   std::unordered_map<size_t, size_t> rebinds;  // the argument that an output is, changed in place
   py::object result;
   int64_t returned = -1;  // the output that is the result, if one is
@@ -159,6 +171,7 @@ Node make_node(const py::dict& d) {
   n.known = d["known"];
   n.output_bindings = d["output_bindings"].cast<std::vector<py::object>>();
   n.output_histories = d["output_histories"].cast<std::vector<py::object>>();
+  n.plain = d["plain"].cast<std::vector<int64_t>>();
   for (const auto& [output, argument] : d["rebinds"].cast<std::vector<std::pair<size_t, size_t>>>()) {
     n.rebinds[output] = argument;
   }
@@ -316,6 +329,40 @@ class Walker : public Answering {
     return std::make_pair(shown, before);
   }
 
+  // Of the gradients that an iteration has given tensors (its `grads` and `placeholders`): those that become a
+  // register as it is, and as a list the others. What Python gets besides, of the places in `held` or as the
+  // gradient of something else than a tensor, is among the others for all tensors.
+  std::pair<std::shared_ptr<PlainGradients>, py::list> plain_gradients(
+      const py::dict& grads, const py::dict& placeholders, const py::set& held, bool announced) {
+    std::vector<std::pair<py::handle, py::handle>> all;  // leaf and value
+    Py_ssize_t position = 0;
+    PyObject *key, *pair;
+    while (PyDict_Next(grads.ptr(), &position, &key, &pair)) {
+      all.emplace_back(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1));
+    }
+    py::set others_too(held);
+    for (auto [leaf, value] : all) {
+      if (is_produced(value.ptr()) && !THPVariable_Check(leaf.ptr())) {
+        others_too.add(place_of(names_.of_symbol.binding.get(symbol_in(placeholders, value.ptr()))));
+      }
+    }
+    auto plain = std::make_shared<PlainGradients>();
+    py::list others;
+    for (auto [leaf, value] : all) {
+      if (is_produced(value.ptr()) && THPVariable_Check(leaf.ptr())) {
+        PyObject* symbol = symbol_in(placeholders, value.ptr());
+        PyObject* binding = names_.of_symbol.binding.get(symbol);
+        int64_t value_register = nodes_.at(event_of(binding)).plain.at(output_of(binding));
+        if (value_register >= 0 && !others_too.contains(place_of(binding))) {
+          plain->add(leaf, value_register, announced ? names_.of_symbol.tensor.get(symbol) : nullptr);
+          continue;
+        }
+      }
+      others.append(py::make_tuple(leaf, value));
+    }
+    return {std::move(plain), std::move(others)};
+  }
+
   py::object answer(PyObject* function, PyObject* args, PyObject* kwargs) override {
     std::optional<Treatment> treatment = treatment_of(function);
     return treatment ? treat(*treatment, function, args, kwargs) : step(function, args, kwargs);
@@ -372,11 +419,28 @@ class Walker : public Answering {
     if (PyList_Append(records_.ptr(), record.ptr()) < 0) throw py::error_already_set();
   }
 
+  bool is_produced(PyObject* token) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(token)) == names_.produced.ptr();
+  }
+
+  size_t event_of(PyObject* produced) const { return PyLong_AsSize_t(names_.event.get(produced)); }
+  size_t output_of(PyObject* produced) const { return PyLong_AsSize_t(names_.output.get(produced)); }
+
+  // What an output of an event is known by in Python's dictionaries.
+  const py::object& place_of(PyObject* produced) const {
+    return nodes_.at(event_of(produced)).output_places.at(output_of(produced));
+  }
+
+  // The symbol of an output, in the `placeholders` of an iteration; borrowed.
+  PyObject* symbol_in(const py::dict& placeholders, PyObject* produced) const {
+    PyObject* symbol = PyDict_GetItemWithError(placeholders.ptr(), place_of(produced).ptr());
+    if (!symbol) throw py::key_error("a gradient was produced by no event");
+    return symbol;
+  }
+
   // The gradient that a token means.
   py::object grad_of(PyObject* token) const {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(token)) != names_.produced.ptr()) {
-      return py::reinterpret_borrow<py::object>(token);
-    }
+    if (!is_produced(token)) return py::reinterpret_borrow<py::object>(token);
     PyObject* symbol = symbol_of(token);
     if (!symbol) throw std::runtime_error("a gradient was produced by no event");
     return py::reinterpret_borrow<py::object>(names_.of_symbol.tensor.get(symbol));
@@ -550,14 +614,19 @@ class Walker : public Answering {
   bool same_ambient(const Node& node) {
     if (is_transformed()) return false;
     Ambient now = ambient_fingerprint();
-    if (now != fingerprint_ || !ambient_state_) {
-      fingerprint_ = now;
-      ambient_state_ = ambient_(1);
-      ambient_matches_.clear();
+    if (!ambient_now_ || now != ambient_now_->first) {
+      auto known = ambients_.find(now);
+      if (known == ambients_.end()) {
+        AmbientState state{ambient_(1), {}};
+        if (ambients_.size() >= kMostAmbients) ambients_.clear();
+        known = ambients_.emplace(now, std::move(state)).first;
+      }
+      ambient_now_ = &*known;
     }
-    auto known = ambient_matches_.find(node.ambient.ptr());
-    if (known != ambient_matches_.end()) return known->second;
-    return ambient_matches_[node.ambient.ptr()] = equal(node.ambient.ptr(), ambient_state_.ptr());
+    auto& [state, matches] = ambient_now_->second;
+    auto known = matches.find(node.ambient.ptr());
+    if (known != matches.end()) return known->second;
+    return matches[node.ambient.ptr()] = equal(node.ambient.ptr(), state.ptr());
   }
 
   bool binds(const Alternative& alternative) {
@@ -641,9 +710,7 @@ class Walker : public Answering {
 
   // The symbol of an output, borrowed; null if there is none.
   PyObject* symbol_of(PyObject* produced) const {
-    auto place = py::reinterpret_steal<py::object>(
-        PyTuple_Pack(2, names_.event.get(produced), names_.output.get(produced)));
-    PyObject* symbol = PyDict_GetItemWithError(placeholders_.ptr(), place.ptr());
+    PyObject* symbol = PyDict_GetItemWithError(placeholders_.ptr(), place_of(produced).ptr());
     if (!symbol && PyErr_Occurred()) throw py::error_already_set();
     return symbol;
   }
@@ -851,9 +918,8 @@ class Walker : public Answering {
   py::function ambient_;
   std::vector<Node> nodes_;
   std::vector<std::vector<int64_t>> children_;  // of the start and of each node
-  Ambient fingerprint_{};
-  py::object ambient_state_;
-  std::unordered_map<PyObject*, bool> ambient_matches_;
+  std::map<Ambient, AmbientState> ambients_;  // those that calls came in
+  std::pair<const Ambient, AmbientState>* ambient_now_ = nullptr;  // that of the latest call
   py::object iteration_, symbols_, placeholders_, externals_, fed_, path_, records_, late_, grads_, captured_,
       outermost_, check_memory_;
   Runner* runner_ = nullptr;
@@ -911,33 +977,6 @@ py::list held(const py::dict& symbols, const Slot& tensor, const Slot& binding) 
   return out;
 }
 
-// A new tensor on the memory of another, without autograd history.
-at::Tensor alias_of(const at::Tensor& tensor) {
-  auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
-  return at::Tensor(std::move(impl));
-}
-
-// Gives each tensor its gradient before that is computed. Returns what they had.
-py::list announce_gradients(const py::list& tensors, const py::list& placeholders) {
-  py::list before;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    at::Tensor& gradient = THPVariable_Unpack(tensors[i].ptr()).mutable_grad();
-    before.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
-    gradient = placeholders[i].is_none() ? at::Tensor() : THPVariable_Unpack(placeholders[i].ptr());
-  }
-  return before;
-}
-
-// One object for each register, whichever tensors it is the gradient of.
-void set_gradients(const Runner& runner, const py::list& tensors, const std::vector<int64_t>& registers) {
-  std::unordered_map<int64_t, at::Tensor> made;
-  for (size_t i = 0; i < registers.size(); ++i) {
-    at::Tensor& gradient = made[registers[i]];
-    if (!gradient.defined()) gradient = alias_of(runner.value(registers[i]).toTensor());
-    THPVariable_Unpack(tensors[i].ptr()).mutable_grad() = gradient;
-  }
-}
-
 // Whether these are different single numbers, of types in which steps are counted without error.
 bool are_counters(const py::list& tensors) {
   std::unordered_set<PyObject*> seen;
@@ -985,15 +1024,13 @@ void bind_walker(py::module_& m) {
       .def("forget_gradients", &Walker::forget_gradients)
       .def("show_gradients", &Walker::show_gradients)
       .def("collect", &Walker::collect)
+      .def("plain_gradients", &Walker::plain_gradients)
       .def("stall_s", &Walker::stall_s);
   m.def("held", [](const py::dict& symbols, const py::object& cls) {
     return held(symbols, Slot(cls, "tensor"), Slot(cls, "binding"));
   });
   m.def("have_own_memory", &have_own_memory);
   m.def("are_counters", &are_counters);
-  m.def("alias_of", &alias_of);
-  m.def("announce_gradients", &announce_gradients);
-  m.def("set_gradients", &set_gradients, "Gives each tensor the value of a register as its gradient.");
   m.def("ambient_fingerprint", &ambient_fingerprint);
   m.def("is_transformed", &is_transformed);
   m.def("float_control", &float_control, "How this thread rounds, and whether it flushes denormal numbers.");

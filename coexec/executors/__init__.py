@@ -7,49 +7,68 @@ replaces every block by a compiled library; what it cannot compile runs by `aten
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from coexec.executors.background import Compilation
 from coexec.tracegraph.graph import TraceGraph
 from coexec.tracegraph.program import Program
 from coexec.tracegraph.symbolic import SharedShadow, lower
 
 
-def make_program(graph: TraceGraph, executor: str) -> tuple[Program, str | None]:
-    """The program of a graph for an executor; blocks that are not on disk are compiled now.
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What runs a graph.
+
+    Attributes:
+        program: the program.
+        why_aten: why it is `aten`'s although another executor was asked for.
+        compilation: of blocks that are not on disk; until it is done, the program is `aten`'s.
+    """
+
+    program: Program
+    why_aten: str | None = None
+    compilation: Compilation | None = None
+
+
+def make_program(graph: TraceGraph, executor: str, *, background: bool = False) -> Made:
+    """The program of a graph for an executor.
 
     Args:
         graph: what to execute.
         executor: `aten`, `inductor` or `placed`.
-
-    Returns:
-        The program, and why it is `aten`'s although another executor was asked for.
+        background: whether another process compiles the blocks that are not on disk, which happens here
+            and now otherwise.
 
     Raises:
         SharedShadow: if memory that several external tensors share is written and looked at.
     """
     if executor == "aten":
-        return lower(graph), None
+        return Made(lower(graph))
     if executor == "placed":
         from coexec.executors.placed import place_blocks
 
-        return place_blocks(lower(graph)), None
-    from coexec.executors.inductor import compile_blocks
+        return Made(place_blocks(lower(graph)))
+    from coexec.executors.inductor import divide, link, missing
     from coexec.executors.job import Unsupported
 
     try:
-        return compile_blocks(graph), None
+        divided = divide(graph)
+        if background and (jobs := missing(divided)):
+            return Made(lower(graph), compilation=Compilation(jobs))
+        return Made(link(divided))
     except SharedShadow:
-        return lower(graph), "external tensors that share memory are written"
+        return Made(lower(graph), "external tensors that share memory are written")
     except Unsupported as e:
-        return lower(graph), str(e)
+        return Made(lower(graph), str(e))
 
 
 def compile_in_background(graph: TraceGraph) -> Compilation | None:
     """Has another process compile the blocks of a graph; None if there is nothing that it could do."""
-    from coexec.executors.inductor import jobs
+    from coexec.executors.inductor import divide, missing
     from coexec.executors.job import Unsupported
 
     try:
-        missing = jobs(graph)
+        jobs = missing(divide(graph))
     except (SharedShadow, Unsupported):
         return None  # `make_program` says so
-    return Compilation(missing) if missing else None
+    return Compilation(jobs) if jobs else None

@@ -66,8 +66,16 @@ def lowered(graph: TraceGraph) -> Program:
     return lower(graph, compiled=True, defer=False)
 
 
-def compile_blocks(graph: TraceGraph) -> Program:
-    """Compiles every block of a program that is not on disk.
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A program for a compiler, and by its first instruction what each block of it becomes."""
+
+    program: Program
+    parts: Mapping[int, list[Part]]
+
+
+def divide(graph: TraceGraph) -> Divided:
+    """The blocks of a graph, none of which is compiled yet.
 
     Raises:
         SharedShadow: if external tensors that share memory are written.
@@ -76,7 +84,27 @@ def compile_blocks(graph: TraceGraph) -> Program:
     if core is None:
         raise Unsupported("compiled blocks need the native GraphRunner, which was not built")
     program = lowered(graph)
-    parts = _parts(program)
+    return Divided(program, _parts(program))
+
+
+def missing(divided: Divided) -> list[Job]:
+    """The blocks that are not on disk.
+
+    Raises:
+        Unsupported: if a block cannot be compiled.
+    """
+    parts = itertools.chain.from_iterable(divided.parts.values())
+    found = [job_of(part) for part in parts if isinstance(part, Block)]
+    return [job for job in found if not job.path.exists()]
+
+
+def link(divided: Divided) -> Program:
+    """The program with its blocks compiled; those that are not on disk are compiled now.
+
+    Raises:
+        Unsupported: if a block cannot be compiled.
+    """
+    program, parts = divided.program, divided.parts
     ends = dict(program.blocks)
     linked = {first: (ends[first], [_linked(part) for part in made]) for first, made in parts.items()}
     made = tuple(block for part in parts.values() for block in _described(part))
@@ -90,17 +118,6 @@ def compile_blocks(graph: TraceGraph) -> Program:
         threads=kernel_threads(),
         parts=kernel_parts(),
     )
-
-
-def jobs(graph: TraceGraph) -> list[Job]:
-    """The blocks of a program that are not on disk.
-
-    Raises:
-        SharedShadow: if external tensors that share memory are written.
-        Unsupported: if a block cannot be compiled.
-    """
-    found = [job_of(block) for block in _blocks(_parts(lowered(graph)))]
-    return [job for job in found if not job.path.exists()]
 
 
 def _parts(program: Program) -> dict[int, list[Part]]:
@@ -238,10 +255,6 @@ def _commit_block(registers: Registers, calls: list[Call], needed: set[int]) -> 
     except Unsupported as error:
         log.info("%d operations at the commit run by aten: %s", len(calls), error)
         return list(calls)
-
-
-def _blocks(parts: dict[int, list[Part]]) -> list[Block]:
-    return [part for made in parts.values() for part in made if isinstance(part, Block)]
 
 
 def _described(parts: list[Part]) -> Iterator[CompiledBlock]:

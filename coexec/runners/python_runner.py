@@ -27,6 +27,7 @@ from coexec._private import StopRecomputing, WithoutModes, enter, is_exclusive, 
 from coexec.callbacks.iteration import Callbacks
 from coexec.location import locate
 from coexec.runners import random_state
+from coexec.runners.captures import Found
 from coexec.runners.difference import difference
 from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.iteration import Iteration, Mismatch
@@ -84,7 +85,7 @@ class PythonRunner(EnteredNatively):
         self,
         skeleton: Skeleton,
         graph_runner: GraphRunner,
-        captured: list[torch.Tensor | None],
+        captured: Found,
         outermost: FrameType,
         on_mismatch: Callable[[PythonRunner, Mismatch], Callable[..., Any]],
         callbacks: Callbacks,
@@ -96,16 +97,13 @@ class PythonRunner(EnteredNatively):
         self.skeleton = skeleton
         self.callbacks = callbacks
         self.graph_runner = graph_runner
-        self.iteration = Iteration(captured=captured)
+        self.iteration = Iteration(captured=captured.tensors, externals=captured.externals)
         self.stall_s = 0.0
         self.outermost = outermost
         self._on_mismatch = on_mismatch
         self._eager: Callable[..., Any] | None = None
         self.entered = False
-        self.iteration.externals.update(zip(map(id, captured), skeleton.captured, strict=True))
-        self.iteration.externals.pop(id(None), None)  # of those that only some paths use
         self.restore_random_state = random_state.save(skeleton.generators)
-        bound = [t for i in skeleton.bound if (t := captured[i]) is not None]
         native = isinstance(graph_runner, NativeRunner)
         self._before = before
         if before is not None:
@@ -114,8 +112,10 @@ class PythonRunner(EnteredNatively):
         self._put_back: Callable[[], None] | None = None  # gradients that were announced
         self._interrupt: KeyboardInterrupt | None = None
         # What the iteration before holds was its own, and nobody has touched it since.
-        self.exclusive = exclusive and native and all(is_pending(t) or is_exclusive(t) for t in bound)
-        self.graph_runner.begin(skeleton.program, bound, not lazy)
+        self.exclusive = (
+            exclusive and native and all(is_pending(t) or is_exclusive(t) for t in captured.bound)
+        )
+        self.graph_runner.begin(skeleton.program, captured.bound, not lazy)
         self._walker: Any = None
         self._made: Any = None  # by the walker, in this iteration
         if isinstance(graph_runner, NativeRunner):
@@ -368,8 +368,7 @@ class PythonRunner(EnteredNatively):
         self, function: Any, tensors: list[torch.Tensor], numbers: list[Number], key: Hashable, location: int
     ) -> Any:
         it = self.iteration
-        if it.exposed:
-            self._check_exposed()
+        self._check_exposed()
         if it.inputs:
             self._check_inputs(function, tensors)
         state = ambient(own_modes=1)
@@ -432,6 +431,8 @@ class PythonRunner(EnteredNatively):
     def _check_exposed(self) -> None:
         """Arrays on memory of the graph have to be as they were, for the graph knows nothing of them."""
         exposed = self.iteration.exposed
+        if not exposed:
+            return
         exposed[:] = [e for e in exposed if e.alive]
         with WithoutModes():
             if any(e.written for e in exposed):
@@ -799,8 +800,7 @@ class PythonRunner(EnteredNatively):
         self._let_go()
         self._outcome = self._find_results(announced=True)
         self._put_back = announce(self._outcome)
-        announced = (*self._outcome.held.values(), *(p for _, _, p in self._outcome.plain))
-        return [t for t in announced if t is not None]
+        return self._outcome.announced
 
     def stalled(self, wait: Callable[[], _T]) -> _T:
         """Waits, and counts the time."""

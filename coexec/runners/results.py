@@ -10,7 +10,7 @@ hands it over.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from coexec.runners.graph_runner import GraphRunner
 from coexec.runners.iteration import Iteration
 from coexec.runners.native import NativeRunner
 from coexec.runners.placeholder import Symbol, dressed, realize
+from coexec.runners.records import Token
 from coexec.runners.skeleton import Skeleton
 from coexec.tracegraph import calls
 from coexec.tracegraph.program import Rebase
@@ -33,21 +34,6 @@ def _references(symbol: Symbol) -> int:
 
 #: What `_references` counts for a placeholder that only its symbol refers to.
 _NO_REFERENCES = _references(Symbol(torch.empty(0), Produced(0, 0), calls.meta_of(torch.empty(0)), None))
-
-
-def _references_of_gradient() -> int:
-    """What a loop counts for a placeholder that is a gradient, and that only `Results` refers to besides."""
-    leaf = torch.empty(0)
-    if core is None:
-        return 0
-    plain = [(leaf, torch.empty(0))]
-    core.announce_gradients([leaf], [plain[0][1]])
-    for _, placeholder in plain:
-        count = sys.getrefcount(placeholder)
-    return count
-
-
-_REFERENCES_OF_GRADIENT = _references_of_gradient()
 
 
 def alive(iteration: Iteration) -> list[Produced]:
@@ -91,14 +77,19 @@ class Results:
         values: outputs, in the order in which Python gets them.
         held: the placeholders of those that the program holds.
         gradients: tensors and what becomes their `.grad`: a tensor, one of `values`, or nothing.
-        plain: tensors and the registers that become their `.grad` as they are, with the placeholders of these
-            if Python may have got them.
+        plain: in C++, tensors and the registers that become their `.grad` as they are, with the placeholders
+            of these if Python may have got them; None without the native module.
     """
 
     values: dict[Produced, _Value]
     held: dict[Produced, torch.Tensor]
     gradients: list[tuple[torch.Tensor, torch.Tensor | Produced | None]]
-    plain: list[tuple[torch.Tensor, int, torch.Tensor | None]]
+    plain: Any
+
+    @property
+    def announced(self) -> list[torch.Tensor]:
+        """The placeholders that Python has got, or may have got as a gradient."""
+        return [*self.held.values(), *self.plain.placeholders()]
 
 
 def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool, announced: bool) -> Results:
@@ -110,20 +101,17 @@ def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool, announ
         native: whether C++ may hand gradients over.
         announced: whether `announce` will be called.
     """
-    it, results = iteration, Results({}, {}, [], [])
+    it = iteration
+    plain: Any = None
+    gradients: Iterable[tuple[Token, Token]] = it.grads.values()
+    if native:
+        held = {(binding.event, binding.output) for binding in it.alive}
+        plain, gradients = skeleton.walker.plain_gradients(it.grads, it.placeholders, held, announced)
+    results = Results({}, {}, [], plain)
     for binding in it.alive:
         results.held[binding] = it.symbol_of(binding).tensor
         results.values[binding] = _value(it, skeleton, binding)
-    held = {(binding.event, binding.output) for binding in it.alive}  # `Produced` is slow to look up
-    registers = skeleton.plain if native else {}
-    for leaf, value in it.grads.values():
-        if isinstance(value, Produced) and leaf is not None and not isinstance(leaf, Produced):  # nearly all
-            symbol = it.placeholders[value.event, value.output]
-            place = symbol.binding.event, symbol.binding.output
-            register = registers.get(place)
-            if register is not None and place not in held:
-                results.plain.append((leaf, register, symbol.tensor if announced else None))
-                continue
+    for leaf, value in gradients:
         target = it.symbol_of(leaf).tensor if isinstance(leaf, Produced) else leaf
         assert target is not None
         if isinstance(leaf, Produced) and it.symbol_of(leaf).binding not in results.held:
@@ -135,7 +123,6 @@ def results_of(iteration: Iteration, skeleton: Skeleton, *, native: bool, announ
                 results.values[value] = _value(it, skeleton, value)
             if announced:
                 results.held[value] = symbol.tensor
-                held.add((value.event, value.output))
         results.gradients.append((target, value))
     return results
 
@@ -153,13 +140,12 @@ def announce(results: Results) -> Callable[[], None]:
         if id(target) not in placeholders:
             targets.append(target)
             gradients.append(results.held[gradient] if isinstance(gradient, Produced) else gradient)
-    for target, _, placeholder in results.plain:
-        targets.append(target)
-        gradients.append(placeholder)
     before = core.announce_gradients(targets, gradients)
+    results.plain.announce()
 
     def put_back() -> None:
         core.announce_gradients(targets, before)
+        results.plain.take_back()
 
     return put_back
 
@@ -187,19 +173,15 @@ def publish(results: Results, graph_runner: GraphRunner) -> None:
             real[binding] = tensor
     for target, gradient in results.gradients:
         target.grad = real[gradient] if isinstance(gradient, Produced) else gradient
-    tensors, registers, made = [], [], set()
-    for target, register, placeholder in results.plain:
-        if placeholder is None or sys.getrefcount(placeholder) <= _REFERENCES_OF_GRADIENT:
-            tensors.append(target)
-            registers.append(register)
-        else:  # somebody holds it, or it is the gradient of several
-            if id(placeholder) not in made:
-                realize(placeholder, core.alias_of(graph_runner.value(register)))
-                made.add(id(placeholder))
-            target.grad = placeholder
-    if tensors:
-        assert isinstance(graph_runner, NativeRunner)
-        core.set_gradients(graph_runner.core, tensors, registers)
+    if results.plain is None:
+        return
+    assert isinstance(graph_runner, NativeRunner)
+    made = set()
+    for target, register, placeholder in results.plain.publish(graph_runner.core):
+        if id(placeholder) not in made:
+            realize(placeholder, core.alias_of(graph_runner.value(register)))
+            made.add(id(placeholder))
+        target.grad = placeholder
 
 
 def _share(a: torch.Tensor, b: torch.Tensor | None) -> bool:

@@ -36,7 +36,6 @@ class Skeleton:
         bound: which of these tensors the program reads.
         agreements: for each node, numbers that have to agree because traces cannot tell them apart.
         unseen: what nodes do for sizes that no trace had.
-        plain: the register of each output that is neither a view of an external tensor nor differentiable.
         walker: the native hot path, None where there is none.
         passes: backward passes in pieces that iterations have gone through, see `pieces`.
     """
@@ -50,7 +49,6 @@ class Skeleton:
     bound: tuple[int, ...]
     agreements: dict[int, tuple[tuple[NumberOrigin, ...], ...]]
     unseen: Unseen
-    plain: dict[tuple[int, int], int]
     walker: Any
     passes: dict[Hashable, tuple[tuple[Node, int], ...]] = field(default_factory=dict)
 
@@ -68,13 +66,5 @@ def make_skeleton(graph: TraceGraph, program: Program) -> Skeleton:
     walker = make_walker(graph, program, children, outputs, agreed, unseen)
     generators = generators_of(program)
     captured = captured_of(graph, one)
-    plain = {
-        (node.id, number): register
-        for node in graph.nodes
-        for number, register in enumerate(program.plans[node.id].outputs)
-        if (node.id, number) not in program.rebased and not node.outputs[number].meta.requires_grad
-    }
     bound = tuple(program.captured)
-    return Skeleton(
-        graph, program, children, generators, outputs, captured, bound, agreed, unseen, plain, walker
-    )
+    return Skeleton(graph, program, children, generators, outputs, captured, bound, agreed, unseen, walker)

@@ -150,6 +150,12 @@ def _node(
         "output_metas": [encoded_meta(o.meta) for o in node.outputs],
         "output_bindings": list(outputs),
         "output_histories": [o.history for o in node.outputs],
+        "plain": [
+            -1
+            if (node.id, number) in program.rebased or node.outputs[number].meta.requires_grad
+            else register
+            for number, register in enumerate(plan.outputs)
+        ],
         "rebinds": [(output, argument) for argument, output in node.rebinds],
         "result": node.result,
         "returned": node.result.index if isinstance(node.result, calls.NewTensor) else -1,

@@ -63,7 +63,7 @@ def _with_graph(state: ProgramState, frame: FrameType, options: Options) -> Sess
     way = None
     if _may_choose(state, options):
         way = state.on_graph.next() if options.synchronous else state.entered()
-    captured = None if way is Choice.EAGER else state.captured_tensors()
+    captured = None if way is Choice.EAGER else state.find_captured()
     if captured is not None:
         return CoexecutionSession(state, frame, captured, options, way, before)
     if before is not None:

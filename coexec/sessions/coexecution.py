@@ -23,6 +23,7 @@ from coexec.options import Options
 from coexec.pace import Choice
 from coexec.program_state import Phase, ProgramState
 from coexec.reasons import Cause, cause
+from coexec.runners.captures import Found
 from coexec.runners.fallback import replay
 from coexec.runners.iteration import Mismatch
 from coexec.runners.optimizers import init_group, zero_grad
@@ -40,7 +41,7 @@ class CoexecutionSession(Session):
         self,
         state: ProgramState,
         frame: FrameType,
-        captured: list[torch.Tensor | None],
+        captured: Found,
         options: Options,
         way: Choice | None,
         before: Pending | None,

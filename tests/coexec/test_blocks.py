@@ -267,3 +267,18 @@ def test_what_is_put_off_behind_a_place_that_varies_comes_behind_it(again):
             train(s, s.model(x).square().mean())
 
     assert "inductor" in ran_by(make, step)
+
+
+def test_a_graph_whose_blocks_are_on_disk_is_divided_once(monkeypatch):
+    divided, original = [], inductor.divide
+    monkeypatch.setattr(inductor, "divide", lambda graph: divided.append(graph) or original(graph))
+    monkeypatch.setattr(inductor, "missing", lambda _: [])
+    monkeypatch.setattr(coexec.options, "background", True)
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            s.log.append(s.model(x).sum().item())
+
+    assert ran_by(linear, step) == {"inductor"}
+    assert len(divided) == 1

@@ -285,3 +285,35 @@ def test_a_method_that_the_user_has_replaced_is_the_users(monkeypatch):
         with coexec.GradientTape():
             train(s, loss_of(s))
     assert len(calls) == 5
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("way", ["first", "last", "dropped"])
+def test_a_gradient_of_several_tensors_is_one_object(way, kept, synchronous):
+    def make():
+        p, q = (nn.Parameter(torch.zeros(5, 3)) for _ in range(2))
+        return SimpleNamespace(model=nn.Linear(4, 3), p=p, q=q, log=[])
+
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            z = s.model(x).detach().requires_grad_()  # a leaf that the graph makes
+            z.square().sum().backward()
+            if way == "last":
+                s.q.grad = z.grad
+                s.p.grad = s.q.grad
+            else:
+                s.p.grad = z.grad
+                s.q.grad = s.p.grad
+            if way == "dropped":
+                z.grad = None
+            held = (z, z.grad) if kept else None
+            del z
+        seen = [s.p.grad is s.q.grad, s.p.grad.sum().item()]
+        if held is not None:
+            leaf, gradient = held
+            seen += [leaf.grad is s.p.grad, gradient is leaf.grad, leaf.grad is None]
+        return seen
+
+    assert coexecuted(compare(make, step, 8, synchronous=synchronous), 4)

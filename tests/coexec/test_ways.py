@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -163,12 +164,12 @@ def test_state_that_the_first_step_makes_stays_left_out(kind, others):
 def test_a_smaller_graph_that_cannot_be_compiled_does_not_take_the_place_of_one_that_can(monkeypatch):
     make_program, made = program_state.make_program, []
 
-    def without_compiler_for_one_way(graph, executor):
+    def without_compiler_for_one_way(graph, executor, **options):
         has_forks = any(len(targets) > 1 for targets in graph.edges.values())
         made.append(has_forks)
         if has_forks:
-            return make_program(graph, executor)
-        return make_program(graph, "aten")[0], "it has no forks"
+            return make_program(graph, executor, **options)
+        return replace(make_program(graph, "aten"), why_aten="it has no forks")
 
     monkeypatch.setattr(program_state, "make_program", without_compiler_for_one_way)
     report = run(lambda k: k in (0, 2))
