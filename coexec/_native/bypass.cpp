@@ -76,16 +76,18 @@ bool mark(const at::Tensor& tensor) {
   return true;
 }
 
+void unmark(const at::Tensor& tensor) {
+  c10::DispatchKeySet& keys = Keys::of(*tensor.unsafeGetTensorImpl());
+  keys = keys.remove(kWithoutValue);
+}
+
 void let_pass() { c10::impl::tls_set_dispatch_key_excluded(kWithoutValue, true); }
 
 void bind_bypass(py::module_& m) {
   m.def("set_current", [](py::object function) { current = function.release().ptr(); });
   m.def("mark", &mark);
   m.def("is_marked", &is_marked);
-  m.def("unmark", [](const at::Tensor& tensor) {
-    c10::DispatchKeySet& keys = Keys::of(*tensor.unsafeGetTensorImpl());
-    keys = keys.remove(kWithoutValue);
-  });
+  m.def("unmark", &unmark);
   // Returns the handler before; the caller keeps both alive.
   m.def("handle_bypassed", [](const py::object& next) {
     py::object before = handler ? py::reinterpret_borrow<py::object>(handler) : py::none();

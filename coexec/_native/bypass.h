@@ -13,6 +13,9 @@ namespace coexec {
 // Lets operations on this tensor be seen; whether they were not before.
 bool mark(const at::Tensor& tensor);
 
+// Takes that back.
+void unmark(const at::Tensor& tensor);
+
 // Lets the operations of this thread pass: those that give the tensors their values.
 void let_pass();
 

@@ -5,6 +5,7 @@
 #include "draws.h"
 #include "entry.h"
 #include "gradients.h"
+#include "guards.h"
 #include "kept_memory.h"
 #include "kernel_threads.h"
 #include "kernels.h"
@@ -172,6 +173,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   coexec::bind_bypass(m);
   coexec::bind_captures(m);
   coexec::bind_gradients(m);
+  coexec::bind_guards(m);
   coexec::bind_kept_memory(m);
   coexec::bind_kernels(m);
   coexec::bind_library(m);

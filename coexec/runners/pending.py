@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import copy
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ _lock = threading.RLock()
 
 
 class Pending:
-    """One unfinished iteration. `finish` is called once, by whoever needs a result first.
+    """One unfinished iteration, of the native GraphRunner. `finish` is called once, by whoever needs a result first.
 
     Attributes:
         graph_runner: what executes it.
@@ -49,38 +49,19 @@ class Pending:
         self.abandon: Callable[[], None] = _nothing
         self.graph_runner = graph_runner
         self._finish = finish
-        self._owned: list[torch.Tensor] = []
-        self._guarded: list[torch.Tensor] = []
-        self._marked: list[torch.Tensor] = []
+        self._guards: Any = core.Guards(_owners, _GUARDS)
 
-    def guard(self, tensors: Iterable[torch.Tensor], unreachable: Iterable[torch.Tensor] = ()) -> None:
+    def guard(self, tensors: Sequence[torch.Tensor], unreachable: Sequence[torch.Tensor] = ()) -> None:
         """Makes the use of these tensors wait; nobody gets at the `unreachable` ones without using others."""
         with _lock:
             _all.add(self)
-            for tensor in tensors:
-                if id(tensor) not in _owners:
-                    tensor.__class__ = _GUARDS[tensor.__class__]
-                    self._guarded.append(tensor)
-                    if core is not None and core.mark(tensor):
-                        self._marked.append(tensor)
-                    self._own(tensor)
-            for tensor in unreachable:
-                self._own(tensor)
-
-    def _own(self, tensor: torch.Tensor) -> None:
-        if id(tensor) not in _owners:
-            _owners[id(tensor)] = self
-            self._owned.append(tensor)
+            self._guards.guard(tensors, self)
+            self._guards.own(unreachable, self)
 
     def lift(self) -> None:
         """Gives the tensors their own classes back: somebody else sees to it that their use waits."""
         with _lock:
-            for tensor in self._guarded:
-                tensor.__class__ = _PLAIN[tensor.__class__]
-            self._guarded.clear()
-            for tensor in self._marked:
-                core.unmark(tensor)
-            self._marked.clear()
+            self._guards.lift()
 
     def settle(self) -> None:
         """Waits, takes the guards off, and finishes the iteration."""
@@ -98,9 +79,7 @@ class Pending:
         with in_no_context():  # that of whoever needs a result has nothing to do with it
             self.graph_runner.join()
             self.lift()
-            for tensor in self._owned:
-                del _owners[id(tensor)]
-            self._owned.clear()
+            self._guards.disown()
             _all.discard(self)
             self.committed = self._finish()
 
@@ -188,4 +167,3 @@ class PendingParameter(torch.nn.Parameter):
 
 
 _GUARDS: dict[type, type] = {torch.Tensor: PendingTensor, torch.nn.Parameter: PendingParameter}
-_PLAIN = {guard: plain for plain, guard in _GUARDS.items()}

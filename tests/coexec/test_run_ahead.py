@@ -16,7 +16,7 @@ import coexec
 from coexec._native import core
 from coexec.executors import inductor
 from coexec.runners.python_runner import PythonRunner
-from tests.coexec.harness import Twice, coexecuted, compare, eager_tape, native, run, train
+from tests.coexec.harness import Twice, coexecuted, compare, eager_tape, linear, native, run, train
 from tests.coexec.uncompiled import function_of, use_graphs
 
 SLOW = torch.randn(900, 900) / 900
@@ -279,3 +279,21 @@ def test_python_code_of_a_block_meets_tensors_that_are_pending(monkeypatch):
 
     assert coexecuted(report, 6)
     assert not report.causes
+
+
+class Named(nn.Parameter):
+    """A parameter of a class of the user's."""
+
+
+@native
+def test_a_class_given_to_a_parameter_that_is_being_written_stays():
+    def step(s, k, tape):
+        x = torch.randn(5, 4)
+        with tape():
+            loss = slowly(s.model(x).square().mean())
+            train(s, loss)
+        if k == 9:
+            s.model.weight.__class__ = Named
+        return [type(s.model.weight).__name__ if k >= 9 else "", loss.item()]
+
+    assert coexecuted(compare_ahead(linear, step, 14), 8)
