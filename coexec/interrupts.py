@@ -1,11 +1,12 @@
 """Interrupts (Ctrl-C and other signals) that come while coexec is at work are put off until it is done.
 
 In:  signals whose handlers may raise, while a block runs or an iteration is being finished.
-Out: the same handlers, called when no function of coexec is on the stack.
+Out: the same handlers, called when no function of coexec is on the stack, nor one that takes a mode off.
 
 Python calls a handler between any two instructions of the main thread. An exception that is raised in the
-middle of a tape's end would leave modes entered, or gradients that nobody sets. So another handler takes the
-place of each of them for the time of a block: it looks at the stack, and where coexec is at work it has the
+middle of a tape's end would leave modes entered, or gradients that nobody sets; one that is raised while
+PyTorch has taken a mode off for a call leaves the block without it. So another handler takes the place of each
+of them for the time of a block: it looks at the stack, and where such code is at work it has the
 signal sent once more a little later. What waits too long, or is interrupted a second time, is let go.
 """
 
@@ -22,6 +23,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.utils._python_dispatch
+
 #: Signals by which programs are asked to stop, and which time limits are made of.
 SIGNALS = tuple(
     int(getattr(signal, name))
@@ -35,7 +39,12 @@ AGAIN_S = 1e-3
 #: Seconds that one is put off at most.
 PATIENCE_S = 5.0
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+#: Code that is not to be interrupted: coexec, and what takes modes off for a call and puts them back.
+_WHERE = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    str(torch.overrides.__file__),
+    str(torch.utils._python_dispatch.__file__),
+)
 
 Handlers = tuple[tuple[int, "_StandIn"], ...]
 
@@ -77,9 +86,9 @@ class _StandIn:
 
 
 def _at_work(frame: FrameType | None) -> bool:
-    """Whether a function of coexec is on the stack."""
+    """Whether a function of coexec is on the stack, or one of PyTorch's that moves modes."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_HERE):
+        if frame.f_code.co_filename.startswith(_WHERE):
             return True
         frame = frame.f_back
     return False

@@ -32,7 +32,9 @@ _lock = threading.RLock()
 
 
 class Pending:
-    """One unfinished iteration, of the native GraphRunner. `finish` is called once, by whoever needs a result first.
+    """One unfinished iteration, of the native GraphRunner.
+
+    `finish` is called once, by whoever needs a result first.
 
     Attributes:
         graph_runner: what executes it.

@@ -10,10 +10,12 @@ import signal
 import sys
 import threading
 import time
+from contextlib import _GeneratorContextManager
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function
 
 import coexec
 from coexec import interrupts
@@ -254,3 +256,34 @@ def test_an_interrupt_ends_the_wait_of_a_thread_that_computes_parts(monkeypatch,
 
     # Adam is made of other operations in a block.
     assert losses == pytest.approx([before.step(eager_tape()).item() for _ in range(3)], rel=1e-5)
+
+
+@pytest.mark.parametrize("phase", ["tracing", "co-execution"])
+def test_an_interrupt_while_pytorch_has_taken_the_mode_off_waits_until_it_is_back(phase):
+    x = torch.ones(3)
+
+    def interrupted(frame, event, argument):
+        codes = frame.f_code, frame.f_back.f_code
+        if codes == (_GeneratorContextManager.__exit__.__code__, handle_torch_function.__code__):
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+
+    def step(interrupt):
+        with coexec.GradientTape():
+            if interrupt:
+                sys.settrace(interrupted)
+            y = handle_torch_function(torch.add, (), x, x)
+            if interrupt:
+                time.sleep(10)
+        return y.sum().item()
+
+    for _ in range(0 if phase == "tracing" else 4):
+        step(False)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            step(True)
+    finally:
+        sys.settrace(None)
+
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert [step(False) for _ in range(4)] == [6.0] * 4
