@@ -5,9 +5,9 @@ Out: the same handlers, called when no function of coexec is on the stack, nor o
 
 Python calls a handler between any two instructions of the main thread. An exception that is raised in the
 middle of a tape's end would leave modes entered, or gradients that nobody sets; one that is raised while
-PyTorch has taken a mode off for a call leaves the block without it. So another handler takes the place of each
-of them for the time of a block: it looks at the stack, and where such code is at work it has the
-signal sent once more a little later. What waits too long, or is interrupted a second time, is let go.
+PyTorch has taken a mode off for a call leaves the block without it. So another handler takes the place of
+each of them for the time of a block: it looks at the stack, and where such code is at work it has the signal
+sent once more a little later. What waits too long, or is interrupted a second time, is let go.
 """
 
 from __future__ import annotations
