@@ -149,7 +149,7 @@ class ProgramState:
     _narrowed: bool = False  # whether the skeleton has only these
     _returns: bool = False  # whether an iteration has then taken another one, or nothing is gained by it
     _compiles: bool = False  # whether a compiler has taken the graph
-    _holds_memory: bool = False  # that eager iterations have freed
+    _ran_eagerly: bool = False  # the latest iteration, in the memory of Python's thread
     _merge_s: float = 0.0
     _dynamic_s: float = 0.0
 
@@ -198,7 +198,7 @@ class ProgramState:
         self.collected += 1
         if self.options.check:
             verify_trace(trace)
-        self._holds_memory = True
+        self._ran_eagerly = True
         try:
             is_covered = self._merge(trace)
         except Indistinct:
@@ -300,7 +300,6 @@ class ProgramState:
         """Takes in a co-executed iteration that was committed, and how it went if that matters."""
         self._remember(fell_back=False)
         self.strikes = self._in_row = 0
-        self._trim_memory()
         if way is not None:
             self._ways[way] += 1
             self.narrows = self._ways.total() == NARROW_AFTER and len(self._ways) <= MAX_WAYS
@@ -334,11 +333,15 @@ class ProgramState:
         if not self.compiling:
             self._enter_coexecution()
 
-    def _trim_memory(self) -> None:
-        """Gives back what eager iterations have used, once others have shown what they need."""
-        if self._holds_memory and core is not None:
-            core.trim_memory()
-        self._holds_memory = False
+    def make_room(self, *, eagerly: bool) -> None:
+        """Before an iteration: gives back what those that ran in the other way have freed.
+
+        Eager ones use the memory of Python's thread, others what is kept for the GraphRunner's; holding both
+        would be twice as much.
+        """
+        if core is not None and eagerly != self._ran_eagerly:
+            (core.give_memory_back if eagerly else core.trim_memory)()
+        self._ran_eagerly = eagerly
 
     def _remember(self, *, fell_back: bool) -> None:
         window = WINDOW_ALONE if core is None else WINDOW
@@ -373,7 +376,6 @@ class ProgramState:
         """Takes in an iteration of the dynamic phase, and how long it took."""
         self.sent += sent
         self.waits += waits
-        self._trim_memory()
         self._ran_without_a_graph(seconds, Choice.USUAL)
 
     def ran_eagerly(self, seconds: float) -> None:

@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <mutex>
@@ -32,6 +33,8 @@ constexpr size_t kWaste = 12;
 constexpr int kIterations = 16;
 
 thread_local bool keeps = false;
+
+std::atomic<int> borrowers{0};
 
 // PyTorch's allocator, and before it, for threads that keep memory, the pieces that have been given back.
 class KeptMemory final : public c10::Allocator {
@@ -188,12 +191,20 @@ KeepsMemory::KeepsMemory() : before_(keeps) {
 
 KeepsMemory::~KeepsMemory() { keeps = before_; }
 
+BorrowsMemory::BorrowsMemory() { ++borrowers; }
+
+BorrowsMemory::~BorrowsMemory() { --borrowers; }
+
 void begin_keeping() {
   if (memory) memory->begin();
 }
 
 void give_memory_back() {
   if (memory) memory->give_back();
+}
+
+void give_idle_memory_back() {
+  if (borrowers == 0) give_memory_back();
 }
 
 void trim_memory() {
@@ -205,6 +216,7 @@ void trim_memory() {
 
 void bind_kept_memory(pybind11::module_& m) {
   pybind11::class_<KeepsMemory>(m, "KeepsMemory").def(pybind11::init<>());
+  pybind11::class_<BorrowsMemory>(m, "BorrowsMemory").def(pybind11::init<>());
   m.def("begin_keeping", &begin_keeping);
   m.def("give_memory_back", &give_memory_back);
   m.def("trim_memory", &trim_memory);

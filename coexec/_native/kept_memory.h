@@ -20,11 +20,21 @@ class KeepsMemory {
   bool before_;
 };
 
+// The same for an iteration on a thread of Python: runners without work leave it what is kept.
+class BorrowsMemory : public KeepsMemory {
+ public:
+  BorrowsMemory();
+  ~BorrowsMemory();
+};
+
 // Says that an iteration begins: how much memory is kept depends on what the last iterations needed.
 void begin_keeping();
 
 // Gives back all that is kept and not in use.
 void give_memory_back();
+
+// The same, unless somebody borrows it: what a runner's thread does that has no work.
+void give_idle_memory_back();
 
 // Gives memory that malloc has no use for back to the system, where malloc does not do so by itself: what eager
 // iterations have freed is no use to the GraphRunner's thread.

@@ -45,7 +45,7 @@ inline double seconds_since(std::chrono::steady_clock::time_point t) {
 // A runner's thread without work leaves processors and memory to others.
 inline void leave_to_others() {
   release_kernel_threads();
-  give_memory_back();
+  give_idle_memory_back();
 }
 
 // A runner's thread waits for work; after a while without any, `idle` is called.

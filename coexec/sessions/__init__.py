@@ -48,10 +48,15 @@ def begin(state: ProgramState, frame: FrameType, options: Options) -> Session | 
     state.running = True
     if state.phase is Phase.DYNAMIC and not state.tries_tracing():
         if options.eager_if_faster and state.call_by_call.next() is Choice.EAGER and _is_timed():
+            state.make_room(eagerly=True)
             return EagerSession(state, timed=True)
+        state.make_room(eagerly=False)
         return DynamicSession(state, options)
     session = _with_graph(state, frame, options) if state.phase is Phase.COEXECUTION else None
-    return session or TracingSession(state, frame)
+    if session is None:
+        state.make_room(eagerly=False)
+        session = TracingSession(state, frame)
+    return session
 
 
 def _with_graph(state: ProgramState, frame: FrameType, options: Options) -> Session | None:
@@ -65,10 +70,12 @@ def _with_graph(state: ProgramState, frame: FrameType, options: Options) -> Sess
         way = state.on_graph.next() if options.synchronous else state.entered()
     captured = None if way is Choice.EAGER else state.find_captured()
     if captured is not None:
+        state.make_room(eagerly=False)
         return CoexecutionSession(state, frame, captured, options, way, before)
     if before is not None:
         before.settle()
     if way is Choice.EAGER:
+        state.make_room(eagerly=True)
         return EagerSession(state, timed=options.synchronous)
     state.lost_capture()
     return None

@@ -29,7 +29,7 @@ from coexec.runners.iteration import Mismatch
 from coexec.runners.optimizers import init_group, zero_grad
 from coexec.runners.pending import Pending, guardable
 from coexec.runners.python_runner import PythonRunner
-from coexec.sessions.session import IN_NO_TRACE, Session, made_in
+from coexec.sessions.session import IN_NO_TRACE, OwnMemory, Session, made_in
 from coexec.tracer.mode import TracingMode
 from coexec.tracer.recorder import Recorder
 
@@ -50,6 +50,7 @@ class CoexecutionSession(Session):
         assert state.skeleton is not None
         self._frame = frame
         self._recorder: Recorder | None = None
+        self._memory: OwnMemory | None = None
         self._entered = False
         self._phase: str | None = None
         self._pending: Pending | None = None
@@ -109,6 +110,7 @@ class CoexecutionSession(Session):
     def _on_mismatch(self, runner: PythonRunner, mismatch: Mismatch) -> Any:
         """Becomes a tracing session in the middle of the iteration."""
         self._cause = cause(mismatch.id, mismatch.detail, describe(runner.iteration.location))
+        self._memory = OwnMemory()
         recorder = Recorder(self.state.identities)
         mode = TracingMode(recorder, self._frame, self._callbacks)
         self._callbacks.recorder = recorder
@@ -160,6 +162,8 @@ class CoexecutionSession(Session):
 
     def _over(self) -> None:
         """Nothing of the iteration is used any more."""
+        if self._memory is not None:
+            self._memory.close()
         self._phase = self.phase
         self.runner.come_apart()
         self._callbacks.come_apart()

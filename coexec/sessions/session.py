@@ -5,13 +5,36 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+from coexec._native import core
 from coexec._private import without_own_modes
 from coexec.block_watch import Watched
 from coexec.program_state import ProgramState
 
 #: Why there is no trace of an iteration that makes such calls.
 IN_NO_TRACE = {Watched.RANDOM: "CX0118", Watched.COMPILES: "CX0102"}
+
+
+class OwnMemory:
+    """Keeps what the current thread frees, and hands it out again, until it is closed.
+
+    Whatever a recorder remembers is allocated between tensors that come and go. malloc would put it into the
+    memory of freed ones, which then have no room for the next: twice as much memory and more. Closing it once
+    more does nothing, as all of it without the native module.
+    """
+
+    def __init__(self) -> None:
+        self._keeps: Any = None
+        if core is not None:
+            core.begin_keeping()
+            self._keeps = core.BorrowsMemory()
+
+    def close(self) -> None:
+        """Gives back all that is not in use."""
+        if self._keeps is not None:
+            self._keeps = None
+            core.give_memory_back()
 
 
 def made_in(kind: Watched) -> AbstractContextManager[None]:

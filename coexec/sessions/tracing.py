@@ -10,7 +10,7 @@ from coexec._private import enter, leave
 from coexec.block_watch import BlockWatch, Watched
 from coexec.callbacks.iteration import Callbacks
 from coexec.program_state import Phase, ProgramState
-from coexec.sessions.session import IN_NO_TRACE, Session, made_in
+from coexec.sessions.session import IN_NO_TRACE, OwnMemory, Session, made_in
 from coexec.tracer.mode import TracingMode
 from coexec.tracer.recorder import Recorder
 
@@ -22,6 +22,7 @@ class TracingSession(Session):
 
     def __init__(self, state: ProgramState, frame: FrameType) -> None:
         super().__init__(state)
+        self._memory = OwnMemory()
         self.recorder = Recorder(state.identities)
         self._callbacks = Callbacks()
         self.mode = TracingMode(self.recorder, frame, self._callbacks)
@@ -42,6 +43,7 @@ class TracingSession(Session):
         leave(self.recorder)
         leave(self.mode)
         leave(self._watch)
+        self._memory.close()
         self.state.steps["tracing"] += 1
         self.state.running = False
         if error is not None:

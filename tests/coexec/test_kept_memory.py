@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -203,3 +205,54 @@ def test_a_graph_runner_without_work_gives_memory_back():
     while unused() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert unused() == 0
+
+
+PEAK = """
+import sys
+import torch
+import coexec
+
+mode, other = sys.argv[1], int(sys.argv[2])
+coexec.options.eager_if_faster = False
+weight = torch.nn.Parameter(torch.ones(512, 512))
+optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+
+def megabytes(name):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(name)) / 1024
+
+
+base = megabytes("VmRSS")
+for k in range(8):
+    x = torch.ones(512, 512)
+    with coexec.GradientTape(mode=mode):
+        for _ in range(150):
+            x = torch.sin(x * weight)  # a megabyte each is saved
+        if k == other:
+            x = x.exp()
+        optimizer.zero_grad()
+        x.sum().backward()
+        optimizer.step()
+print(megabytes("VmHWM") - base, coexec.explain().programs[0].steps if mode != "eager" else {})
+"""
+
+
+def peak(mode, every):
+    command = [sys.executable, "-c", PEAK, mode, str(every)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    megabytes, steps = done.stdout.split(maxsplit=1)
+    return float(megabytes), steps
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux says what the peak was")
+@pytest.mark.parametrize("every", [1000, 6], ids=["on the graph", "with a fallback"])
+def test_tracing_and_the_first_iterations_on_the_graph_need_hardly_more_memory_than_eager_ones(every):
+    eager, _ = peak("eager", every)
+    ours, steps = peak("coexec", every)
+
+    assert "tracing" in steps
+    assert "co-execution" in steps
+    assert ("fallback" in steps) == (every == 6)
+    assert 250 < eager < 400
+    assert ours < 1.2 * eager, steps
