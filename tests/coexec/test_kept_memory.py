@@ -129,7 +129,7 @@ def test_memory_of_onednn_may_be_given_back_by_a_thread_that_keeps_none_and_the_
         assert usual.to_dense().sum() == kept.to_dense().sum() == 576
         del usual
     del kept
-    assert core.kept_bytes()[0] == before  # what is unused may be gone: a GraphRunner of an earlier test is idle
+    assert core.kept_bytes()[0] == before  # what is unused may be gone: an earlier GraphRunner is idle
 
 
 def test_arrays_and_views_hold_memory():
