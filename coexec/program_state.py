@@ -149,7 +149,7 @@ class ProgramState:
     _narrowed: bool = False  # whether the skeleton has only these
     _returns: bool = False  # whether an iteration has then taken another one, or nothing is gained by it
     _compiles: bool = False  # whether a compiler has taken the graph
-    _ran_eagerly: bool = False  # the latest iteration, in the memory of Python's thread
+    _ran_eagerly: bool = False  # the latest iteration, or it was traced: malloc holds what that has freed
     _merge_s: float = 0.0
     _dynamic_s: float = 0.0
 

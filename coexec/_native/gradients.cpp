@@ -5,7 +5,9 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <memory>
 #include <unordered_map>
+#include <utility>
 
 namespace py = pybind11;
 
@@ -87,8 +89,7 @@ void bind_gradients(py::module_& m) {
       .def("announce", &PlainGradients::announce)
       .def("take_back", &PlainGradients::take_back)
       .def("publish", &PlainGradients::publish)
-      .def("placeholders", &PlainGradients::placeholders)
-      .def("__len__", &PlainGradients::size);
+      .def("placeholders", &PlainGradients::placeholders);
   m.def("alias_of", &alias_of);
   m.def("announce_gradients", &announce_gradients);
 }

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
-#include <tuple>
 #include <vector>
 
 namespace coexec {
@@ -30,7 +29,6 @@ class PlainGradients {
   pybind11::list publish(const Runner& runner);
 
   pybind11::list placeholders() const;
-  size_t size() const { return all_.size(); }
 
  private:
   struct Gradient {

@@ -239,21 +239,21 @@ print(megabytes("VmHWM") - base, coexec.explain().programs[0].steps if mode != "
 """
 
 
-def peak(mode, every):
-    command = [sys.executable, "-c", PEAK, mode, str(every)]
+def peak(mode, other):
+    command = [sys.executable, "-c", PEAK, mode, str(other)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     megabytes, steps = done.stdout.split(maxsplit=1)
     return float(megabytes), steps
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux says what the peak was")
-@pytest.mark.parametrize("every", [1000, 6], ids=["on the graph", "with a fallback"])
-def test_tracing_and_the_first_iterations_on_the_graph_need_hardly_more_memory_than_eager_ones(every):
-    eager, _ = peak("eager", every)
-    ours, steps = peak("coexec", every)
+@pytest.mark.parametrize("other", [1000, 6], ids=["on the graph", "with a fallback"])
+def test_tracing_and_the_first_iterations_on_the_graph_need_hardly_more_memory_than_eager_ones(other):
+    eager, _ = peak("eager", other)
+    ours, steps = peak("coexec", other)
 
     assert "tracing" in steps
     assert "co-execution" in steps
-    assert ("fallback" in steps) == (every == 6)
+    assert ("fallback" in steps) == (other == 6)
     assert 250 < eager < 400
     assert ours < 1.2 * eager, steps
